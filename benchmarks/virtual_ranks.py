@@ -26,13 +26,16 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from benchmarks._rounds import Clock, described, machine, summarize, table, take_turns, write_json
-from benchmarks.engines import WARMUP_STEPS, Job, Text
+from benchmarks.engines import Job, Text
 from benchmarks.step_overhead import BARE
 from lockstep import Trainer
 from lockstep.callbacks import Callback
 from lockstep.strategies import Pipeline
 from lockstep.strategies.launch import launcher
+from lockstep.strategies.virtual.step import LOOKS
 
+WARMUP_STEPS = LOOKS + 5
+"""After the first ones, in which the bits of parameters are compared around each share."""
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"strategy": "ddp"}),
     "ddp, virtual_ranks=2": (2, {"strategy": "ddp", "virtual_ranks": 2}),
@@ -51,19 +54,17 @@ REFERENCES = {name: name if "virtual" not in name else names[0] for names in (
 
 
 class StepTicks(Callback):
-    """Ticks once an optimizer step, however many micro-batches it has."""
+    """Ticks once an optimizer step, however many micro-batches or shares it has."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.last = clock, -1
+        self.clock = clock
         self.bytes: list[int] = []
         """What the loopback device had carried at the marks of the clock."""
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step != self.last:
-            self.last = trainer.global_step
-            self.clock.tick(self.last)
-            if self.last in self.clock.marks:
-                self.bytes.append(loopback_bytes())
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.clock.tick(trainer.global_step)
+        if trainer.global_step in self.clock.marks:
+            self.bytes.append(loopback_bytes())
 
 
 def loopback_bytes() -> int:

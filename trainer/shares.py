@@ -67,6 +67,7 @@ class Shares:
         """Called before each micro-batch: begins its share unless that has begun, and its random streams."""
         self._number += 1
         if share != self._share:
+            follows = self._share is not None and self._keeps_state
             if self._share is None:
                 self._begin()
             else:
@@ -77,7 +78,7 @@ class Shares:
             self._switch_metrics(share)
             self._keeps_state = len(self.own) > 1 and not self._run.evaluating and not self.state.is_open
             if self._keeps_state:
-                self.state.begin(share)
+                self.state.begin(share, at_once=follows)
         self._seed(*place, share, self._number)
 
     def ran(self) -> None:
@@ -87,6 +88,8 @@ class Shares:
     def leave(self, *place: str | int) -> None:
         """Called after the last share of a window: buffers are those of the first, streams those of `place`."""
         self._end_share()
+        if self._keeps_state:
+            self.state.rest()
         for buffer in self._after_first or ():
             buffer.put_back()
         for group, left in zip(self._groups(), self._rates_left or (), strict=False):
@@ -138,9 +141,10 @@ class Shares:
         if self._run.evaluating:
             return
         wrong = [key for key, value in self._now().items() if not _same(self._values.get(key), value)]
-        names = {module: name for name, module in self._module.named_modules()}
         remembered = self.state.end() if self._keeps_state else []
-        if found := sorted(f"{names[module]}.{name}".lstrip(".") for module, name in wrong) or remembered:
+        if wrong or remembered:
+            names = {module: name for name, module in self._module.named_modules()}
+            found = sorted(f"{names[module]}.{name}".lstrip(".") for module, name in wrong) or remembered
             raise RuntimeError(
                 f"training_step changed {shortened(found)}, which would depend on how many shares or learners a rank "
                 "runs; use a registered buffer (those of share 0 hold), trainer.global_step or self.log"

@@ -85,6 +85,9 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
     num_ranks = dist.get_world_size(group)
     if num_ranks == 1:
         return
+    if num_ranks == 2:  # of two numbers the engine's sum is the tree's
+        dist.all_reduce(tensor, group=group)
+        return
     flat = tensor.reshape(-1)
     missing = -flat.numel() % num_ranks
     padded = torch.nn.functional.pad(flat, (0, missing)) if missing else flat

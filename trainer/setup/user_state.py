@@ -57,12 +57,16 @@ class UserState:
         self._before = _NOTHING
         self._grown: dict[str, _Grown] = {}
         self._counted: dict[str, _Counted] = {}
+        self._model = _Model(module)
         self.is_open = False
 
-    def begin(self, share: int | None) -> None:
-        """Called before the code of a share, or with None before that of one which never comes again."""
+    def begin(self, share: int | None, at_once: bool = False) -> None:
+        """Called before the code of a share, or with None before that of one which never comes again; `at_once` if no
+        code of the user has run since `end`."""
         self.is_open, self._share = True, share
-        now = _found(self._run, self._module)
+        if at_once and not self._grown and not self._counted:
+            return
+        now = self._found()
         for name, kept in list(self._grown.items()):
             if name in now.lists:
                 kept.follow(now.lists[name], name)
@@ -71,14 +75,13 @@ class UserState:
                 del self._grown[name]
         for kept_number in self._counted.values():
             kept_number.show(share)
-        self._before = _found(self._run, self._module) if self._grown or self._counted else now
+        self._before = self._found() if self._grown or self._counted else now
 
     def end(self, more: bool = False) -> list[str]:
         """Called after it, and before `more` code of the same share. Returns the names of what it has changed and may
         not."""
         self.is_open = False
-        now = _found(self._run, self._module)
-        before = self._before
+        now, before = self._found(), self._before
         names = [n for n in before.marks.keys() | now.marks.keys() if _differ(before.marks.get(n), now.marks.get(n))]
         for name in [
             name for name in names if self._share is not None and name in before.owners and name in now.owners
@@ -93,8 +96,17 @@ class UserState:
                 self._grown[name].take(self._share)
         shares = () if self._share is None or more else self._run.strategy.shares  # type: ignore[attr-defined]
         names += [name for name, kept in self._counted.items() if not kept.take(self._share, shares)]
-        self._before = _NOTHING
+        self._before = now
         return sorted(names)
+
+    def rest(self) -> None:
+        """Called where code of the user follows that is not of a share: holds on to nothing of it."""
+        self._before = _NOTHING
+
+    def _found(self) -> _Found:
+        if not self._model.holds():
+            self._model = _Model(self._module)
+        return _found(self._run, self._model)
 
 
 class _Items(NamedTuple):
@@ -215,25 +227,42 @@ def is_users_class(kind: type) -> bool:
     return kind.__module__.partition(".")[0] not in _OTHERS
 
 
-def _found(run: RunState, module: nn.Module) -> _Found:
+class _Model:
+    """The parts of a module, walked through once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        of_metrics = {part for metric in torchmetrics_of(module).values() for part in metric.modules()}
+        all_parts = list(module.named_modules())
+        self.parts = [(name, part) for name, part in all_parts if part not in of_metrics]
+        self.users = [(f"{name}." if name else "", part) for name, part in self.parts if is_users_class(type(part))]
+        self.parameters = list(module.named_parameters())
+        self.known = [*(part for _, part in all_parts), *(p for _, p in self.parameters), *module.buffers()]
+        tables = [table for _, part in all_parts for table in (part._modules, part._parameters, part._buffers)]
+        self._tables = [(table, [*map(id, table.values())]) for table in tables]
+
+    def holds(self) -> bool:
+        """Whether the module has the same parts, parameters and buffers as then."""
+        return all([*map(id, table.values())] == held for table, held in self._tables)
+
+
+def _found(run: RunState, model: _Model) -> _Found:
     """Marks of all that user code remembers outside of parameters, buffers and optimizer state."""
-    search = _Search([*module.modules(), *module.parameters(), *module.buffers(), *run.streams.values()])
-    of_metrics = {part for metric in torchmetrics_of(module).values() for part in metric.modules()}
-    for name, part in module.named_modules():
-        if part in of_metrics:
-            continue
+    search = _Search([*model.known, *run.streams.values()])
+    for name, part in model.parts:
         for hooks in _HOOKS:
-            search.hooks(getattr(part, hooks, None), name or type(part).__name__)
-        if is_users_class(type(part)):
-            search.attributes(part, f"{name}." if name else "")
+            if held := getattr(part, hooks, None):
+                search.hooks(held, name or type(part).__name__)
+    for prefix, part in model.users:
+        search.attributes(part, prefix)
     for callback in run.callbacks:
         if is_users_class(type(callback)) or callback.changes_model:
             prefix = f"{type(callback).__name__}."
             search.attributes(callback, prefix)
             search.owners |= {prefix + key: (callback, key) for key, v in vars(callback).items() if _is_number(v)}
-    for name, parameter in module.named_parameters():
+    for name, parameter in model.parameters:
         for hooks in _OF_TENSOR:
-            search.hooks(getattr(parameter, hooks, None), name)
+            if held := getattr(parameter, hooks, None):
+                search.hooks(held, name)
     for optimizer in run.optimizers.values():
         for hooks in _OF_OPTIMIZER:
             search.hooks(getattr(optimizer, hooks, None), type(optimizer).__name__)

@@ -87,27 +87,34 @@ def test_norms_at_the_edges() -> None:
     assert math.isnan(norm([1.0, math.nan]))
 
 
-def reduced(strategy: Strategy, shape: tuple[int, ...]) -> list[list[float]]:
+def made(seed: int, rank: int) -> list[Tensor]:
+    """Tensors of a rank whose sizes are not a multiple of the ranks, one with numbers that are not finite or zero."""
+    rng = torch.Generator().manual_seed(10 * seed + rank)
+    kinds = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    odd = torch.tensor([0.0, -0.0, 1e-45, math.inf, 3e38])[[(i + rank) % 5 for i in range(5)]]
+    return [*(torch.randn((5, 3), generator=rng).to(kind) for kind in kinds), odd]
+
+
+def reduced(strategy: Strategy) -> list[list[list[float]]]:
     rank = strategy.setup().rank
     try:
         found = []
         for seed in range(3):
-            tensor = torch.randn(shape, generator=torch.Generator().manual_seed(10 * seed + rank))
-            all_reduce(tensor)
-            found.append(tensor.flatten().tolist())
+            tensors = made(seed, rank)
+            for tensor in tensors:
+                all_reduce(tensor)
+            found.append([tensor.flatten().tolist() for tensor in tensors])
         return found
     finally:
         strategy.teardown()
 
 
 @pytest.mark.ranks
-def test_ranks_add_in_the_tree() -> None:
-    shape = (5, 3)  # not a multiple of the ranks
-    strategy = DDP().configure(devices=4, accelerator="cpu")
-    found = strategy.launch(reduced, strategy, shape)
-    for seed, values in enumerate(found):
-        parts: list[Tensor] = [
-            torch.randn(shape, generator=torch.Generator().manual_seed(10 * seed + rank)) for rank in range(4)
-        ]
-        expected = (parts[0] + parts[1]) + (parts[2] + parts[3])
-        assert values == expected.flatten().tolist()
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_add_in_the_tree(num_ranks: int) -> None:
+    strategy = DDP().configure(devices=num_ranks, accelerator="cpu")
+    for seed, found in enumerate(strategy.launch(reduced, strategy)):
+        for values, *parts in zip(found, *(made(seed, rank) for rank in range(num_ranks)), strict=True):
+            first = parts[0] + parts[1]
+            expected = first if num_ranks == 2 else first + (parts[2] + parts[3])
+            assert repr(values) == repr(expected.flatten().tolist())
