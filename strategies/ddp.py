@@ -56,7 +56,7 @@ class DDP(SPMDStrategy):
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
 
-    capabilities = Capabilities(bitwise=True)
+    capabilities, meets_to_retrain = Capabilities(bitwise=True), True
 
     def __init__(
         self,

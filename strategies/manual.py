@@ -23,20 +23,77 @@ from lockstep.strategies.sync import collectives
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
 
-class ManualOptimization(SPMDHooks):
-    """What `SPMDStrategy` does between `backward` and `optimizer_step` if the step itself calls them."""
+class UserChanges(SPMDHooks):
+    """Gradient hooks and what is trained are taken over at once, unless ranks meet for it. All changes are compared
+    over ranks in a step."""
 
+    meets_to_retrain = False
+    """Whether ranks meet, or exchange other things in a step, once `requires_grad` was changed. It is then taken over
+    as the next step begins, and all are known to have changed the same."""
     sees_whole_gradients = False
     """True if each backward leaves the whole gradient of its loss in whole parameters, as a plain loop does."""
 
     def __init__(self) -> None:
-        self.precision = Precision()
+        self._trained: set[str] = set()
         self._agreement: StepAgreement | None = None
-        self._peers: dist.ProcessGroup | None = None
-        """The ranks with which this one steps; None for all."""
         self._parameter_hooks = ParameterHooks()
         self._changes: ModelChanges | None = None
         self._edits = UserEdits()
+
+    def _watch_changes(self, wrapped: nn.Module) -> None:
+        """From here on `adopt_changes` takes over what user code changes."""
+        if self._changes is not None:
+            self._changes.close()
+        self._changes = ModelChanges(self.unwrap(wrapped), self._trained)
+        self._changes.begin_step = functools.partial(self._begin_step, wrapped)
+        self._changes.in_step = getattr(wrapped, "unsharded_by_name", tuple)
+        self.adopt_changes(wrapped)
+
+    def adopt_changes(self, wrapped: nn.Module, after: bool = True) -> None:
+        if not after:
+            self._edits.begin()
+            return
+        self._edits.end()
+        if self._changes is None:
+            return
+        self._refuse_added(self._changes.added())
+        self._parameter_hooks.take(self._changes.parameters.items())
+        self._changes.retrained += self._changes.trainability()
+        if self._changes.in_step_hooks or not self._agrees_to_retrain():
+            self._adopt_trainability(wrapped)
+
+    def _agrees_to_retrain(self) -> bool:
+        return self.meets_to_retrain and self._agreement is not None and self.capabilities.exact
+
+    def _begin_step(self, wrapped: nn.Module) -> None:
+        assert self._changes is not None
+        if self._agreement is not None and self._agrees_to_retrain():
+            self._agreement.begin([f"requires_grad of {name}" for name in self._changes.retrained])
+        self._adopt_trainability(wrapped)
+
+    def _adopt_trainability(self, wrapped: nn.Module) -> None:
+        assert self._changes is not None
+        if self._changes.retrained:
+            names, self._changes.retrained = self._changes.retrained, []
+            self.trainability_changed(wrapped, names)
+
+    def _refuse_added(self, names: list[str]) -> None:
+        """Raise RuntimeError for parameters that came during the run and would not be trained as on one process."""
+        if names and not self.sees_whole_gradients:
+            raise RuntimeError(
+                f"parameters were added or replaced during the run ({shortened(names)}), which {self.name} cannot "
+                "take over; create them in __init__, setup or configure_model, or copy values into the existing ones"
+            )
+
+
+class ManualOptimization(UserChanges):
+    """What `SPMDStrategy` does between `backward` and `optimizer_step` if the step itself calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.precision = Precision()
+        self._peers: dist.ProcessGroup | None = None
+        """The ranks with which this one steps; None for all."""
         self._watched: list[nn.Parameter] = []
         """The wrapped model's parameters."""
 
@@ -52,14 +109,6 @@ class ManualOptimization(SPMDHooks):
         self._refuse_added(self._changes.added())
         if late := self._parameter_hooks.added(self._changes.hookable()):
             raise late_hooks(late, self.name)
-
-    def _refuse_added(self, names: list[str]) -> None:
-        """Raise RuntimeError for parameters that came during the run and would not be trained as on one process."""
-        if names and not self.sees_whole_gradients:
-            raise RuntimeError(
-                f"parameters were added or replaced during the run ({shortened(names)}), which {self.name} cannot "
-                "take over; create them in __init__, setup or configure_model, or copy values into the existing ones"
-            )
 
     def _check_finite(self, optimizer: Optimizer) -> None:
         """Manual optimization: raise FloatingPointError, on all ranks alike, for a gradient that is not finite."""

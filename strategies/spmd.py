@@ -26,7 +26,7 @@ from lockstep.strategies.launch.program.contexts import refuse_hooks_on_all
 from lockstep.strategies.modules.activation_checkpointing import find_recomputed, keep, recompute
 from lockstep.strategies.modules.blocks import Rule, is_metric
 from lockstep.strategies.modules.meta import materialize
-from lockstep.strategies.modules.model_changes import ModelChanges, refuse_max_norm
+from lockstep.strategies.modules.model_changes import refuse_max_norm
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
 from lockstep.strategies.modules.user_edits import UserEdits
 from lockstep.strategies.optimizers import modes
@@ -84,7 +84,6 @@ class SPMDStrategy(SPMDStep):
         self._num_nodes = 1
         self._accelerator = "cpu"
         self._ready = False
-        self._trained: set[str] = set()
         self._evaluation: modes.Evaluation | None = None
         self._owners: dict[int, Owners] = {}
         """By `id` of an optimizer where its parameters are stepped, if each is on one rank."""
@@ -241,34 +240,13 @@ class SPMDStrategy(SPMDStep):
         self._watched = list(wrapped.parameters())
         self._watch_changes(wrapped)
         if self._agreement is not None and self.capabilities.exact:
-            self._edits = UserEdits(self.unwrap(wrapped))
+            self._edits = UserEdits(self.unwrap(wrapped), optimizers)
             self._agreement.edits = self._edits.take
         if self._compression is not None:
             self._compression.watch(self.unwrap(wrapped), optimizers.values())
         self._evaluation = None
         modes.train(optimizers.values(), partial(self.open_optimizer, wrapped))
         return optimizers
-
-    def _watch_changes(self, wrapped: nn.Module) -> None:
-        """From here on `adopt_changes` takes over what user code changes."""
-        if self._changes is not None:
-            self._changes.close()
-        self._changes = ModelChanges(self.unwrap(wrapped), self._trained)
-        self._changes.in_step = getattr(wrapped, "unsharded_by_name", tuple)
-        self.adopt_changes(wrapped)
-
-    def adopt_changes(self, wrapped: nn.Module, after: bool = True) -> None:
-        if not after:
-            self._edits.begin()
-            return
-        self._edits.end()
-        if self._changes is None:
-            return
-        self._refuse_added(self._changes.added())
-        self._parameter_hooks.take(self._changes.parameters.items())
-        changed = self._changes.trainability()
-        if changed:
-            self.trainability_changed(wrapped, changed)
 
     @contextmanager
     def evaluation_weights(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+
+if TYPE_CHECKING:
+    from lockstep.strategies.base import MicroBatch, StepHooks, Window
 
 _GRADIENT, _TRAINED = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
 
@@ -28,6 +32,12 @@ class ModelChanges:
         """Where `current` finds the parameters; None if that has changed."""
         self.in_step: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
         """Gives by name what an engine has put in the place of parameters within a step."""
+        self.retrained: list[str] = []
+        """The names of parameters whose `requires_grad` was changed, which the strategy has not taken over yet."""
+        self.begin_step: Callable[[], None] = _nothing
+        """Takes that over. Every rank calls it once the first hooks of a step have run."""
+        self.in_step_hooks = False
+        """Whether hooks run that come after that, before the last micro-batch's forward."""
         self.pending = False
         """Whether a parameter or module was registered in the model since the last call of `added`."""
         self._hooks = [
@@ -77,6 +87,25 @@ class ModelChanges:
     def _note(self, module: nn.Module, name: str, value: object) -> None:
         if id(module) in self._modules:
             self.pending, self._places = True, None
+
+
+def _nothing() -> None: ...
+
+
+def prepared(window: Window, hooks: StepHooks, changes: ModelChanges | None) -> Iterator[MicroBatch]:
+    """The micro-batches of a window as hooks prepare them; before the first one the step begins."""
+    micro_batches = window.micro_batches if hooks.prepare is None else hooks.prepare(window)
+    if changes is None:
+        yield from micro_batches
+        return
+    try:
+        for micro_batch in micro_batches:
+            if not changes.in_step_hooks:
+                changes.begin_step()
+                changes.in_step_hooks = True
+            yield micro_batch
+    finally:
+        changes.in_step_hooks = False
 
 
 def gradient_marks(parameters: Iterable[Tensor]) -> list[int | None]:

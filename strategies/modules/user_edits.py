@@ -2,47 +2,57 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.strategies.modules.absent import is_here
 
 
 class UserEdits:
-    """The names of parameters to whose values, gradients or `requires_grad` user code writes between `begin` and `end`.
+    """The names of what user code writes to between `begin` and `end`: values, gradients and `requires_grad` of
+    parameters, the state of optimizers and what their groups hold.
 
     Of a model whose parameters are on several ranks, in place of gradients, of which each rank has others, the names of
-    buffers, of which each rank has all. Writes that torch does not count (through `.data` or numpy) are not seen. What
-    engines write outside of the two is not seen either.
+    buffers, of which each rank has all. Writes that torch does not count (to the memory of a plain tensor through
+    `.data` or numpy) are not seen. What engines write outside of the two is not seen either.
     """
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module | None = None, optimizers: Mapping[str, Optimizer] | None = None) -> None:
         self._parameters = {} if model is None else dict(model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._optimizers = optimizers or {}
+        self._are_sharded = any(hasattr(parameter, "_local_tensor") for parameter in self._parameters.values())
         self._with_gradients = all(map(is_here, self._parameters.values()))
         self._buffers: list[tuple[str, nn.Module, str]] = []
         if model is not None and not self._with_gradients:
             for path, module in model.named_modules():
                 self._buffers += [(f"{path}.{name}" if path else name, module, name) for name in module._buffers]
-        self._before: list[object] | None = None
+        self._before: tuple[list[object], tuple[list[Any], list[int]]] | None = None
         self._found: Counter[str] = Counter()
         self.asked = False
         """Whether user code has run since the last `take`."""
 
     def begin(self) -> None:
-        self._before = self._marks()
+        self._before = self._of_model(), self._of_optimizers()
         self.asked = bool(self._parameters)
 
     def end(self) -> None:
         if self._before is None:
             return
-        after = self._marks()
-        if after != self._before:
+        before, now = self._before[0], self._of_model()
+        if before != now:
             gradients = self._parameters if self._with_gradients else ()
             names = [*self._parameters, *gradients, *(name for name, *_ in self._buffers)]
-            self._found.update({name for name, a, b in zip(names, self._before, after, strict=True) if a != b})
+            self._found.update({name for name, a, b in zip(names, before, now, strict=True) if a != b})
+        held, holds = self._before[1], self._of_optimizers()
+        if held[1] != holds[1] or len(held[0]) != len(holds[0]) or not all(map(operator.is_, held[0], holds[0])):
+            self._found.update(self._changed(held[0], holds[0], held[1], holds[1]))
         self._before = None
 
     @contextmanager
@@ -69,10 +79,57 @@ class UserEdits:
         self._found.clear()
         return found
 
-    def _marks(self) -> list[object]:
+    def _of_model(self) -> list[object]:
         """What a write changes, of each parameter and buffer."""
         parameters = self._parameters.values()
-        marks: list[object] = [(p._version, p.requires_grad) for p in parameters]
+        marks: list[object] = [(_version(p), p.requires_grad) for p in parameters]
         written = [p.grad for p in parameters] if self._with_gradients else []
         written += [getattr(module, name, None) for _, module, name in self._buffers]
-        return marks + [None if tensor is None else (id(tensor), tensor._version) for tensor in written]
+        return marks + [None if tensor is None else (id(tensor), _version(tensor)) for tensor in written]
+
+    def _of_optimizers(self) -> tuple[list[Any], list[int]]:
+        """What optimizers hold, and how often each was written to."""
+        values: list[Any] = []
+        for optimizer in self._optimizers.values():
+            values += _state_of(optimizer)
+            values += [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
+        versions = [value._version for value in values if isinstance(value, Tensor)]
+        if self._are_sharded:
+            versions += [value._local_tensor._version for value in values if hasattr(value, "_local_tensor")]
+        return values, versions
+
+    def _changed(self, held: list[Any], now: list[Any], old: list[int], new: list[int]) -> set[str]:
+        """The names of what optimizers hold other values of, or that were written to more often."""
+        same_places, names = len(held) == len(now), list[str]()
+        for key, optimizer in self._optimizers.items():
+            state, of_state = optimizer.state, f"the state of optimizer {key!r}"
+            if hasattr(state, "times_cleared") or not same_places:
+                names += [of_state] * len(_state_of(optimizer))
+            else:
+                owners = [(self._names.get(id(p), "a parameter"), values) for p, values in state.items()]
+                names += [f"{name} of {owner} in {of_state}" for owner, values in owners for name in _dict_of(values)]
+            for i, group in enumerate(optimizer.param_groups):
+                names += [f"{name} of group {i} of optimizer {key!r}" for name in group if name != "params"]
+        if not same_places:
+            return {name for name in names if name.startswith("the state of")} or {"the state of optimizers"}
+        written = dict.fromkeys(i for i, value in enumerate(now) if isinstance(value, Tensor))
+        places = [*written, *(i for i in written if self._are_sharded and hasattr(now[i], "_local_tensor"))]
+        found = {i for i, one, other in zip(places, old, new, strict=False) if one != other}
+        return {name for i, name in enumerate(names) if i in found or held[i] is not now[i]}
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written to; a DTensor also as what this rank holds of it."""
+    own = getattr(tensor, "_local_tensor", None)
+    return tensor._version if own is None else tensor._version + own._version
+
+
+def _state_of(optimizer: Optimizer) -> list[Any]:
+    state = optimizer.state
+    if hasattr(state, "times_cleared"):  # spread over ranks: see strategies/optimizers/hidden_state.py
+        return [state.times_cleared]
+    return [value for values in state.values() for value in _dict_of(values).values()]
+
+
+def _dict_of(values: Any) -> dict[Any, Any]:
+    return values if isinstance(values, dict) else {"the value": values}

@@ -19,9 +19,11 @@ class HiddenState(defaultdict[Tensor, Any]):
     def __init__(self, optimizer: Optimizer, why: str) -> None:
         super().__init__(dict)
         self.held: Any = optimizer.state
+        self.times_cleared = 0
         self._why = why.format(type(optimizer).__name__)
 
     def clear(self) -> None:
+        self.times_cleared += 1
         self.held.clear()
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:

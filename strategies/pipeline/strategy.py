@@ -23,7 +23,7 @@ from lockstep.strategies.launch.rng import kept_streams, seed_streams
 from lockstep.strategies.mesh.mesh import PipelineRanks, devices_of, parse, pipeline_ranks, resolve
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.modules.model_changes import changed_within_window
+from lockstep.strategies.modules.model_changes import changed_within_window, prepared
 from lockstep.strategies.pipeline import partition
 from lockstep.strategies.pipeline.microbatches import Tally
 from lockstep.strategies.pipeline.optimizers import (
@@ -56,7 +56,7 @@ BY_SCHEDULE = (
 class StagedStrategy(SPMDStrategy):
     """Base of the strategies that cut a model into stages; `Pipeline` says what the arguments are."""
 
-    cuts_gradients = True
+    cuts_gradients = meets_to_retrain = True
 
     def __init__(
         self,
@@ -276,9 +276,8 @@ class StagedStrategy(SPMDStrategy):
         return parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
 
     def write_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        if gradient is not None and hasattr(parameter, "device_mesh"):
-            gradient = shard_like(gradient, parameter)
-        parameter.grad = gradient
+        sharded = gradient is not None and hasattr(parameter, "device_mesh")
+        parameter.grad = shard_like(gradient, parameter) if sharded else gradient  # type: ignore[arg-type]
 
     def adopt_changes(self, wrapped: nn.Module, after: bool = True) -> None:
         assert isinstance(wrapped, Staged)
@@ -351,6 +350,7 @@ class Pipeline(StagedStrategy):
         engines = self._engines = self._engines or self._make_engines()
         self._steps_seen += 1
         tally, noise = Tally(), (self._seed or 0, self.topology.data_rank, self._steps_seen)
+        hooks = hooks._replace(prepare=partial(prepared, hooks=hooks, changes=self._changes))
         send = partial(self._send_vote, window, hooks, tally)
         engines.run_window(wrapped, step_fn, window, hooks, noise, tally, send)
         return self._reduce_gradients(wrapped, window, hooks)

@@ -51,12 +51,12 @@ class Message(NamedTuple):
 
 
 _EQUAL = {
+    "edits": "changes of weights, gradients, requires_grad or optimizers in hooks",
     "step": "optimizer step",
     "samples": "samples of the global batch",
     "collectives": "collective calls so far",
     "kinds": "latest collective calls (operation, reduction, dtype or size)",
     "rates": "optimizers' learning rates, momentums or weight decays",
-    "edits": "changes of weights, gradients or requires_grad in hooks",
     "keys": "logged metric names",
 }
 _SAMPLES, _KEYS, _STOP, _COUNT, _TOTAL = map(Message._fields.index, ("samples", "keys", "stop", "count", "total"))
@@ -81,6 +81,7 @@ class StepAgreement:
         self._step = 0
         self._messages = open_exchange(rank, world_size, len(Message._fields) + 2, timeout_s, group)
         self._answers = open_exchange(rank, world_size, 5, timeout_s, group)
+        self._begins = open_exchange(rank, world_size, 1, timeout_s, group)
         self.edits: Callable[[], list[str]] = list
         """Gives the names of parameters that user code has changed since the last call."""
         self._edited: list[str] = []
@@ -92,6 +93,7 @@ class StepAgreement:
         self._calls.close()
         self._messages.close()
         self._answers.close()
+        self._begins.close()
 
     def send(self, vote: StepVote, samples: int, count: float, finite: bool, total: float = math.nan) -> None:
         """Start the exchange."""
@@ -133,6 +135,16 @@ class StepAgreement:
         if dist.get_backend() == "fake":  # of a planned run, in which not every rank counts
             count = lowest[_SAMPLES]
         return StepResult(count, int(highest[_STOP]), bad, None if math.isnan(loss) or not count else loss / count)
+
+    def begin(self, retrained: list[str]) -> None:
+        """Say as a step begins what user code has frozen or unfrozen. Where it has, raises RuntimeError unless all
+        ranks did the same, before this one exchanges other things than they. Over several nodes the message tells."""
+        if not self._begins.peeks:
+            return
+        self._begins.post(zlib.crc32(" ".join(retrained).encode()))
+        if retrained:
+            self._edited = retrained
+            self._compare(_EQUAL["edits"], [number for (number,) in self._begins.read()])
 
     def first_rank(self, says_so: bool) -> int | None:
         """The first rank that says so, or None. Waits for every rank; raises RuntimeError where their collectives

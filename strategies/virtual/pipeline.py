@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.model_changes import prepared
 from lockstep.strategies.pipeline.optimizers import own_parameters
 from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.pipeline.strategy import Pipeline, StagedStrategy
@@ -118,6 +119,7 @@ class VirtualPipeline(StagedStrategy, VirtualStep):
             self._refuse("manual_optimization")
         refuse_parts(window, hooks)
         self._step_hooks = hooks
+        hooks = hooks._replace(prepare=partial(prepared, hooks=hooks, changes=self._changes))
         self._steps_seen += 1
         engines = self._engines = self._engines or self._make_engines()
         before, gradients = self._weights(begins=True), PartialSums(add_gradients)

@@ -13,7 +13,7 @@ from tests.trainer.test_user_code import Base, assert_as_on_one_process, batches
 
 pytestmark = pytest.mark.ranks
 
-DISAGREE = r"the ranks disagree on their changes of weights, gradients or requires_grad in hooks: .*\(rank \d changed "
+DISAGREE = r"the ranks disagree on their changes of weights, gradients, .* in hooks: .*\(rank \d changed "
 
 
 class Scaled(Base):
@@ -36,6 +36,12 @@ class Frozen(Base):
             self.net[0].requires_grad_(False)
 
 
+class FrozenInTheStep(Base):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.trainer.is_global_zero:
+            self.net[0].requires_grad_(False)
+
+
 class Gradients(Base):
     def on_after_backward(self) -> None:
         if self.global_rank == 0:
@@ -47,6 +53,32 @@ class GradientsBeforeTheStep(Base):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.global_rank == 1:
             self.net[0].weight.grad = torch.zeros_like(self.net[0].weight)
+
+
+class OwnShard(Base):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero and batch_idx == 1:
+            with torch.no_grad():
+                self.net[0].weight.to_local().mul_(0.5)
+
+
+class Moments(Base):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1 and self.trainer.is_global_zero:
+            for state in self.optimizers().state.values():
+                state["exp_avg"].zero_()
+
+
+class Forgets(Base):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1 and self.global_rank == 1:
+            self.optimizers().state.clear()
+
+
+class OwnGroup(Base):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 1 and batch_idx == 1:
+            self.optimizers().param_groups[0]["eps"] = 0.1
 
 
 class AtTheEnd(Base):
@@ -90,11 +122,16 @@ class Validated(Base):
     [
         *((Scaled, strategy) for strategy in ("ddp", "fsdp", "tensor", "pipeline")),
         (Loaded, "pipeline"),
-        (Frozen, "tensor"),
+        *((Frozen, strategy) for strategy in ("ddp", "tensor", "pipeline")),
+        *((FrozenInTheStep, strategy) for strategy in ("ddp", "pipeline")),
         *((Gradients, strategy) for strategy in ("ddp", "fsdp", "tensor")),
         (GradientsBeforeTheStep, "fsdp"),
         *((AtTheEnd, strategy) for strategy in ("fsdp", "pipeline")),
         (Buffer, "pipeline"),
+        (OwnShard, "fsdp"),
+        *((Moments, strategy) for strategy in ("ddp", "fsdp", "tensor")),
+        *((Forgets, strategy) for strategy in ("fsdp", "pipeline")),
+        *((OwnGroup, strategy) for strategy in ("fsdp", "pipeline")),
         (Validated, "fsdp"),
         pytest.param(Scaled, "ddp=2,fsdp=2", marks=pytest.mark.slow),
         pytest.param(Loaded, "ddp=2,pipeline=2", marks=pytest.mark.slow),
@@ -148,9 +185,25 @@ class AlikeWithGradients(Alike):
                 parameter.grad = parameter.grad * 2
 
 
+class AlikeWithMoments(Alike):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for state in self.optimizers().state.values():
+            state["exp_avg"].mul_(0.5)
+        self.optimizers().param_groups[0]["eps"] *= 2
+
+
+class AlikeForgetting(Alike):
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self.optimizers().state.clear()
+
+
 @pytest.mark.parametrize(
     ("make", "strategy"),
     [
+        (AlikeWithMoments, "fsdp"),
+        (AlikeWithMoments, "tensor"),
+        (AlikeForgetting, "pipeline"),
         (AlikeWithGradients, "ddp"),
         (AlikeWithGradients, "fsdp"),
         (Alike, "tensor"),
