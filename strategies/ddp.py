@@ -56,7 +56,8 @@ class DDP(SPMDStrategy):
     `timeout_s`: seconds that a collective waits for the other ranks.
     """
 
-    capabilities, meets_to_retrain = Capabilities(bitwise=True), True
+    capabilities = Capabilities(bitwise=True)
+    meets_to_retrain = True
 
     def __init__(
         self,

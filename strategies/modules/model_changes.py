@@ -98,11 +98,12 @@ def prepared(window: Window, hooks: StepHooks, changes: ModelChanges | None) -> 
     if changes is None:
         yield from micro_batches
         return
+    changes.in_step_hooks, has_begun = False, False  # the step before may have left its last micro-batches
     try:
         for micro_batch in micro_batches:
-            if not changes.in_step_hooks:
+            if not has_begun:
                 changes.begin_step()
-                changes.in_step_hooks = True
+                changes.in_step_hooks = has_begun = True
             yield micro_batch
     finally:
         changes.in_step_hooks = False

@@ -276,8 +276,8 @@ class StagedStrategy(SPMDStrategy):
         return parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
 
     def write_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        sharded = gradient is not None and hasattr(parameter, "device_mesh")
-        parameter.grad = shard_like(gradient, parameter) if sharded else gradient  # type: ignore[arg-type]
+        sharded = hasattr(parameter, "device_mesh")
+        parameter.grad = shard_like(gradient, parameter) if gradient is not None and sharded else gradient
 
     def adopt_changes(self, wrapped: nn.Module, after: bool = True) -> None:
         assert isinstance(wrapped, Staged)
