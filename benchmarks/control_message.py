@@ -39,6 +39,8 @@ class Silent:
     def send(self, vote: StepVote, samples: int, count: float, finite: bool, total: float = math.nan) -> None:
         self.result = StepResult(samples, int(vote.stop), None, None)  # every loss counts its samples
 
+    def begin(self, retrained: list[str]) -> None: ...
+
     def prepare(self, vote: StepVote, samples: int) -> Callable[[float, bool, float], None]:
         return lambda count, finite, total: self.send(vote, samples, count, finite, total)
 

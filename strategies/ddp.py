@@ -16,7 +16,7 @@ from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, 
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.losses import counting_nothing
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.modules.model_changes import changed_within_window, partial_gradient, shortened
+from lockstep.strategies.modules.model_changes import changed_within_window, partial_gradient, prepared, shortened
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
 from lockstep.strategies.modules.unused_parameters import refuse_unstepped
 from lockstep.strategies.replica import Replica
@@ -168,6 +168,7 @@ class DDP(SPMDStrategy):
             if len(window.micro_batches) > 1 and self.compressor is not None:
                 raise partial_gradient("compress sends the gradient of a whole step")
             hooks = wrapped.sum_each(hooks, len(window.micro_batches))
+        hooks = hooks._replace(prepare=functools.partial(prepared, hooks=hooks, changes=self._changes))
         result = super().forward_backward(wrapped, step_fn, window, hooks)
         self._first_window, wrapped.micro_batches = False, 0
         if self._buffers is not None:

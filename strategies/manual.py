@@ -45,7 +45,8 @@ class UserChanges(SPMDHooks):
         if self._changes is not None:
             self._changes.close()
         self._changes = ModelChanges(self.unwrap(wrapped), self._trained)
-        self._changes.begin_step = functools.partial(self._begin_step, wrapped)
+        if self.meets_to_retrain and self._agreement is not None and self.capabilities.exact:
+            self._changes.begin_step = functools.partial(self._begin_step, wrapped)
         self._changes.in_step = getattr(wrapped, "unsharded_by_name", tuple)
         self.adopt_changes(wrapped)
 
@@ -59,16 +60,12 @@ class UserChanges(SPMDHooks):
         self._refuse_added(self._changes.added())
         self._parameter_hooks.take(self._changes.parameters.items())
         self._changes.retrained += self._changes.trainability()
-        if self._changes.in_step_hooks or not self._agrees_to_retrain():
+        if self._changes.in_step_hooks or self._changes.begin_step is None:
             self._adopt_trainability(wrapped)
 
-    def _agrees_to_retrain(self) -> bool:
-        return self.meets_to_retrain and self._agreement is not None and self.capabilities.exact
-
     def _begin_step(self, wrapped: nn.Module) -> None:
-        assert self._changes is not None
-        if self._agreement is not None and self._agrees_to_retrain():
-            self._agreement.begin([f"requires_grad of {name}" for name in self._changes.retrained])
+        assert self._changes is not None and self._agreement is not None
+        self._agreement.begin([f"requires_grad of {name}" for name in self._changes.retrained])
         self._adopt_trainability(wrapped)
 
     def _adopt_trainability(self, wrapped: nn.Module) -> None:

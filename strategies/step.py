@@ -20,7 +20,7 @@ from lockstep.strategies.launch import fault_injection
 from lockstep.strategies.losses import detach, split_loss
 from lockstep.strategies.manual import ManualOptimization
 from lockstep.strategies.modules import finite
-from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, prepared, remarked
+from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
 from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.optimizers.fused import allow_sparse, skips_on_device
 from lockstep.strategies.sync import collectives
@@ -79,7 +79,7 @@ class SPMDStep(ManualOptimization):
         run, scaler, autocast = self.run_step(wrapped, step_fn), self.precision.scaler, self.precision.autocast_dtype
         count: Any = 0.0  # a tensor if losses count on an accelerator
         weighted, vote, counting, send = 0.0, NO_VOTE, None, None
-        for i, micro_batch in enumerate(prepared(window, hooks, self._changes)):
+        for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
             if self._in_group:
                 self.set_gradient_sync(wrapped, i == last)
             call = run if micro_batch.num_samples else self.run_padding(wrapped, step_fn)
@@ -132,7 +132,7 @@ class SPMDStep(ManualOptimization):
         if self.sees_whole_gradients and self._changes is not None:
             self._parameter_hooks.put_back(self._changes.parameters.items())  # each backward is a plain one
         samples, vote, last = 0, StepVote(), len(window.micro_batches) - 1
-        for i, micro_batch in enumerate(prepared(window, hooks, self._changes)):
+        for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
             if self._in_group:
                 self.set_gradient_sync(wrapped, i == last)
             with self.precision.autocast(self.topology.device):

@@ -34,8 +34,8 @@ class ModelChanges:
         """Gives by name what an engine has put in the place of parameters within a step."""
         self.retrained: list[str] = []
         """The names of parameters whose `requires_grad` was changed, which the strategy has not taken over yet."""
-        self.begin_step: Callable[[], None] = _nothing
-        """Takes that over. Every rank calls it once the first hooks of a step have run."""
+        self.begin_step: Callable[[], None] | None = None
+        """Takes that over, where ranks meet for it. Every rank calls it once the first hooks of a step have run."""
         self.in_step_hooks = False
         """Whether hooks run that come after that, before the last micro-batch's forward."""
         self.pending = False
@@ -89,13 +89,10 @@ class ModelChanges:
             self.pending, self._places = True, None
 
 
-def _nothing() -> None: ...
-
-
 def prepared(window: Window, hooks: StepHooks, changes: ModelChanges | None) -> Iterator[MicroBatch]:
     """The micro-batches of a window as hooks prepare them; before the first one the step begins."""
     micro_batches = window.micro_batches if hooks.prepare is None else hooks.prepare(window)
-    if changes is None:
+    if changes is None or changes.begin_step is None:
         yield from micro_batches
         return
     changes.in_step_hooks, has_begun = False, False  # the step before may have left its last micro-batches

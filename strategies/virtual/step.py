@@ -20,7 +20,6 @@ from lockstep.strategies.modules.model_changes import (
     gradient_marks,
     own_backward,
     partial_gradient,
-    prepared,
     remarked,
     shortened,
 )
@@ -133,7 +132,7 @@ class VirtualStep(ShareHooks, SPMDStrategy):
         gradients, numbers = self.keep_gradients(), PartialSums(add_numbers)
         counted, total, of_shares, before = 0.0, 0.0, [], self._weights(begins=True)
         with self._share():
-            for i, micro_batch in enumerate(prepared(window, hooks, self._changes)):
+            for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
                 ends = (i + 1) % of_a_share == 0
                 if self._in_group:
                     self.set_gradient_sync(wrapped, ends)
