@@ -8,6 +8,7 @@ import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads: ranks share the machine's few cores
 
+import functools
 import gc
 import importlib.util
 import logging
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ import torch
 from hypothesis import settings
 
 from lockstep.strategies.launch import forkserver
+from lockstep.strategies.launch.program import changes
 from tests import gpu_report
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +51,8 @@ torch.set_num_threads(1)
 
 # What test modules import: once for the server of a process, not in each of its ranks. DeepSpeed's import, which takes
 # 2 s, may start CUDA, which no fork survives: only where there is none.
-FOR_RANKS = ["pytest", "hypothesis", "torchmetrics.classification"]
+FOR_RANKS = ["pytest", "hypothesis", "torchmetrics.classification", "torch.distributed.pipelining"]
+FOR_RANKS += ["lockstep.strategies.mesh.sharded", "lockstep.strategies.pipeline.strategy"]
 FOR_RANKS += [] if torch.cuda.is_available() else ["deepspeed.runtime.zero.muon.muon_optimizer"]
 forkserver.PRELOAD = (
     *forkserver.PRELOAD,
@@ -67,6 +71,33 @@ KINDS = ("ranks", "faults", "docs")
 _STARTS = ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen", "socket.sendmsg")
 """Audit events of a start: the last is the launcher's request to its fork server."""
 _running: pytest.Item | None = None
+
+
+_all_modules = changes.own_modules
+
+
+def _modules_of_the_test() -> dict[str, ModuleType]:
+    """Of the test modules only the running one and those that it imports from: with all 300 of them, which one process
+    has imported, each launch would compare a hundred times what a user's program has."""
+    modules = _all_modules()
+    if _running is None:
+        return modules
+    used = _used_by(_running.module.__name__)  # type: ignore[attr-defined]
+    return {name: module for name, module in modules.items() if not name.startswith("tests.") or name in used}
+
+
+@functools.cache
+def _used_by(name: str) -> set[str]:
+    used, found = set[str](), [name]
+    while found:
+        used.add(name := found.pop())
+        values = list(vars(sys.modules[name]).values())
+        names = {getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in values}
+        found += [name for name in names if str(name).startswith("tests.") and name in sys.modules and name not in used]
+    return used
+
+
+changes.own_modules = _modules_of_the_test
 
 
 def _refuse_processes(event: str, args: tuple[object, ...]) -> None:

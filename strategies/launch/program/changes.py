@@ -9,6 +9,7 @@ is, and a rank compares it with what it has computed itself.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import operator
 import os
@@ -69,11 +70,16 @@ def changes() -> dict[str, bytes]:
 
     Raises TypeError for a replaced function, class or value that cannot be pickled, with its name.
     """
-    own = {name: module for name, module in [*sys.modules.items()] if _is_own(name, module)}
+    own = own_modules()
     found = {name: _sendable([*_of_module(module, own)]) for name, module in own.items()}
     for change in _sendable([*_in_packages(own)]):
         found.setdefault(change.module, []).append(change)
     return {name: dumps(of_module) for name, of_module in found.items() if of_module}
+
+
+def own_modules() -> dict[str, ModuleType]:
+    """The modules of the program that a rank imports by their names."""
+    return {name: module for name, module in [*sys.modules.items()] if _is_own(name, module)}
 
 
 def is_own_class(cls: type) -> bool:
@@ -202,40 +208,54 @@ def _are_equal(one: Any, other: Any) -> bool:
         return False
 
 
+class _Package(NamedTuple):
+    """What a module of an installed package held when it was searched."""
+
+    owners: list[Any]
+    """The module and its classes."""
+    held: list[Any]
+    found: list[Change]
+
+
+_searched: dict[str, _Package] = {}
+
+
 def _in_packages(own: Mapping[str, ModuleType]) -> Iterator[Change]:
     """Functions and classes of the program in the place of those of an installed package, such as an activation of
-    `torch.nn.functional`."""
+    `torch.nn.functional`. A module that holds what it held is not searched again."""
     program = {"__main__", *own}
     globals_ = {id(vars(module)) for name, module in [*sys.modules.items()] if name in program}
     for name, module in [*sys.modules.items()]:
         if not isinstance(module, ModuleType) or _PACKAGES not in str(vars(module).get("__file__")):
             continue
-        placed, classes = _scan(name, vars(module), globals_)
-        yield from (Change(name, "", key, value) for key, value in placed)
-        for key, cls in classes:
+        last = _searched.get(name)
+        if last is not None and last.owners[0] is module:
+            held = _held_by(last.owners)
+            if len(held) == len(last.held) and all(map(operator.is_, held, last.held)):
+                yield from last.found
+                continue
+        owners, found = [module], [*_placed(name, "", module, globals_)]
+        for key, cls in [*vars(module).items()]:
+            if not issubclass(type(cls), type):
+                continue
             if cls.__module__ == name:
-                placed, _ = _scan(f"{name}.{key}", vars(cls), globals_)
-                yield from (Change(name, key, method, value) for method, value in placed)
+                owners.append(cls)
+                found += _placed(name, key, cls, globals_)
             elif cls.__module__ in program:
-                yield Change(name, "", key, cls)
+                found.append(Change(name, "", key, cls))
+        _searched[name] = _Package(owners, _held_by(owners), found)
+        yield from found
 
 
-_Named = list[tuple[str, Any]]
-_scanned: dict[str, tuple[list[Any], _Named, _Named]] = {}
+def _placed(module: str, name: str, owner: Any, globals_: set[int]) -> Iterator[Change]:
+    """The functions in a module or class that have one of these dicts for their globals."""
+    for key, value in [*vars(owner).items()]:
+        if type(value) is FunctionType and id(value.__globals__) in globals_:
+            yield Change(module, name, key, value)
 
 
-def _scan(path: str, names: Mapping[str, Any], globals_: set[int]) -> tuple[_Named, _Named]:
-    """The functions in a namespace that have one of these dicts for their globals, and its classes. A namespace that is
-    what it was is not searched again."""
-    held = [*names.values()]
-    before = _scanned.get(path)
-    if before is not None and len(before[0]) == len(held) and all(map(operator.is_, before[0], held)):
-        return before[1:]
-    functions = [(name, value) for name, value in [*names.items()] if type(value) is FunctionType]
-    placed = [(name, function) for name, function in functions if id(function.__globals__) in globals_]
-    classes = [(name, value) for name, value in [*names.items()] if issubclass(type(value), type)]
-    _scanned[path] = held, placed, classes
-    return placed, classes
+def _held_by(owners: list[Any]) -> list[Any]:
+    return [*itertools.chain.from_iterable(map(operator.methodcaller("values"), map(vars, owners)))]
 
 
 def _sendable(found: list[Change]) -> list[Change]:
