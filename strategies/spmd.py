@@ -96,6 +96,9 @@ class SPMDStrategy(SPMDStep):
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
     ) -> Strategy:
+        seconds: Any = self.timeout_s
+        if not isinstance(seconds, (int, float)) or not 0 < seconds < 1e9:
+            raise ValueError(f"timeout_s must be a number of seconds above 0 and below 1e9, but timeout_s={seconds!r}")
         self.precision = Precision(precision)
         self._accelerator = resolve_accelerator(accelerator)
         self._num_nodes = num_nodes
@@ -239,14 +242,17 @@ class SPMDStrategy(SPMDStep):
         # Walking through the modules in each step would cost more than the check of the gradients.
         self._watched = list(wrapped.parameters())
         self._watch_changes(wrapped)
-        if self._agreement is not None and self.capabilities.exact:
-            self._edits = UserEdits(self.unwrap(wrapped), optimizers)
-            self._agreement.edits = self._edits.take
+        self._compare_edits(self.unwrap(wrapped), optimizers)
         if self._compression is not None:
             self._compression.watch(self.unwrap(wrapped), optimizers.values())
         self._evaluation = None
         modes.train(optimizers.values(), partial(self.open_optimizer, wrapped))
         return optimizers
+
+    def _compare_edits(self, model: nn.Module | None, optimizers: dict[str, Optimizer]) -> None:
+        if self._agreement is not None and self.capabilities.exact:
+            self._edits = UserEdits(model, optimizers)
+            self._agreement.edits = self._edits.take
 
     @contextmanager
     def evaluation_weights(

@@ -190,6 +190,7 @@ class DeepSpeed(SPMDStrategy):
                 "use strategy='ddp' or 'deepspeed_stage_1'",
             )
         self._buffers = SharedBuffers(wrapped.model, self.broadcast_buffers)
+        self._compare_edits(None, optimizers)  # those of the model by values, as the engine cuts it
         optimizer.register_step_pre_hook(self._only_through_the_engine)
         optimizer.add_param_group = _refuse_group  # type: ignore[method-assign,assignment]
         return optimizers

@@ -33,7 +33,8 @@ class DiLoCo(LocalUpdates):
         momentum of 0.9. Its parameters are whole on every rank, or its shards with `inner`; all learners step it alike.
     `fragments`: parts of the model that are sent in turn within a round, each once.
     `delay`: steps for which learners train on while a fragment is sent.
-    `mixing`: with `delay`, how much of its own weights a learner keeps when it takes the common ones over.
+    `mixing`: with `delay`, how much of its own weights a learner keeps when it takes the common ones over; by default
+        half.
     `compress`: sends what learners have moved in fewer bytes, such as "int8" or "topk=0.01"; what is not sent is added
         to the learner's next (error feedback).
     `learners`: how many there are; by default one a rank. Learner l sees share l of each global batch. Which rank runs
@@ -55,7 +56,7 @@ class DiLoCo(LocalUpdates):
         outer: Callable[[list[nn.Parameter]], Optimizer] = NESTEROV,
         fragments: int = 1,
         delay: int = 0,
-        mixing: float = 0.5,
+        mixing: float | None = None,
         compress: str | Compressor | None = None,
         learners: int | None = None,
         learners_per_rank: Sequence[int] | None = None,
@@ -69,6 +70,10 @@ class DiLoCo(LocalUpdates):
                 f"outer makes an optimizer of a list of parameters, such as functools.partial(SGD, lr=0.7), but it is "
                 f"{type(given).__name__}"
             )
+        if mixing and not delay:
+            raise ValueError(
+                f"mixing={mixing!r} is what a learner keeps after a delay, but delay=0; give delay, or remove mixing"
+            )
         super().__init__(
             outer=outer,
             learners=learners,
@@ -79,7 +84,7 @@ class DiLoCo(LocalUpdates):
                 start=start,
                 fragments=fragments,
                 delay=delay,
-                mixing=mixing,
+                mixing=0.5 if mixing is None else mixing,
                 compress=None if compress is None else compressor(compress),
             ),
             activation_checkpointing=activation_checkpointing,

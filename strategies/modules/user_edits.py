@@ -40,7 +40,7 @@ class UserEdits:
 
     def begin(self) -> None:
         self._before = self._of_model(), self._of_optimizers()
-        self.asked = bool(self._parameters)
+        self.asked = bool(self._parameters or self._optimizers)
 
     def end(self) -> None:
         if self._before is None:

@@ -81,10 +81,12 @@ class OwnGroup(Base):
             self.optimizers().param_groups[0]["eps"] = 0.1
 
 
-class AtTheEnd(Base):
+class Cast(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step((batch[0].to(self.dtype), batch[1]), batch_idx)
 
+
+class AtTheEnd(Cast):
     def on_fit_end(self) -> None:
         if self.global_rank == 1:
             with torch.no_grad():
@@ -146,6 +148,33 @@ def test_a_change_on_one_rank_is_an_error_on_all(make: type[Module], strategy: s
 def test_zero_says_which_weights_a_last_hook_changed_on_one_rank() -> None:
     with pytest.raises(RuntimeError, match="net.0.weight.* were changed in a hook to values that are not the same"):
         fitted(AtTheEnd(), "deepspeed_stage_1", 2, precision="32-true")
+
+
+class MomentsOfZeRO(Moments, Cast): ...
+
+
+class GroupOfZeRO(OwnGroup, Cast): ...
+
+
+@pytest.mark.parametrize(("make", "stage"), [(MomentsOfZeRO, 2), (MomentsOfZeRO, 3), (GroupOfZeRO, 1)])
+def test_an_optimizer_of_zero_that_one_rank_changes_is_an_error_on_all(make: type[Module], stage: int) -> None:
+    with pytest.raises(RuntimeError, match=DISAGREE):
+        fitted(make(), f"deepspeed_stage_{stage}", 2, precision="32-true")
+
+
+class EachHalvesItsMoments(Cast):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for state in self.optimizers().state.values():
+            state["exp_avg"].mul_(0.5)
+        self.optimizers().param_groups[0]["eps"] *= 2
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_of_zero_that_all_ranks_change_is_that_of_one_process(stage: int) -> None:
+    one = fitted(EachHalvesItsMoments(), "single", 1, precision="32-true")
+    several = fitted(EachHalvesItsMoments(), f"deepspeed_stage_{stage}", 2, precision="32-true")
+    for a, b in zip(one.parameters(), several.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 class Alike(Base):

@@ -359,7 +359,9 @@ class Plateau(Logs):
         (lambda: DiLoCo(outer=lambda p: None), {}, "outer must return a torch.optim.Optimizer, but returned NoneType"),
         (lambda: DiLoCo(outer=torch.optim.LBFGS), {}, "outer makes a LBFGS, which needs a closure"),
         (lambda: DiLoCo(outer=lambda p: SGD(p[:1])), {}, "exactly the 2 parameters that it gets, but SGD steps 1"),
-        (lambda: DiLoCo(mixing="half"), {}, "mixing must be in"),
+        (lambda: DiLoCo(delay=1, mixing="half"), {}, "mixing must be in"),
+        (lambda: DiLoCo(mixing=0.5), {}, "mixing=0.5 is what a learner keeps after a delay, but delay=0"),
+        (lambda: DiLoCo(timeout_s=-1), {}, "timeout_s must be a number of seconds above 0"),
         (DiLoCo, {"callbacks": [Guard(non_finite="skip")]}, r"Guard\(non_finite='skip'\) needs ranks that agree"),
         (DiLoCo, {"callbacks": [GradientNorm()]}, "shows one gradient of all ranks"),
         (DiLoCo, {"callbacks": [WeightAveraging()]}, "keeps state beside the parameters"),
@@ -373,7 +375,7 @@ class Plateau(Logs):
             "on_train_batch_end changed net.weight, but this rank calls it once for each of its",
         ),
     ],
-    ids=range(24),
+    ids=range(26),
 )
 def test_what_would_differ_between_learners_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, RuntimeError, TypeError), match=message):
