@@ -204,6 +204,7 @@ def test_recompute(run: Run, tmp_path: Path) -> None:
     assert "activation_checkpointing" in output
 
 
+@pytest.mark.slow  # kills a run and starts it again, twice
 def test_restart(run: Run, tmp_path: Path) -> None:
     output, numbers = run("restart", "--restarts", "2", file=tmp_path / "numbers.json")
     assert len(numbers["downs_s"]) == 2 and "2 ranks of ddp" in output

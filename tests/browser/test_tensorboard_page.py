@@ -63,6 +63,7 @@ def assert_not_blank(page: Page, path: Path) -> None:
     assert len(np.unique(pixels, axis=0)) > 100, "the window shows next to nothing"
 
 
+@pytest.mark.slow  # tests/callbacks/loggers/test_tensorboard.py reads with TensorBoard's own reader
 def test_scalars_hparams_and_text(tmp_path: Path) -> None:
     Path("run.yaml").write_text(CONFIG)
     run = config.build(config.resolve(["run.yaml"], []))

@@ -79,6 +79,7 @@ def test_digits_as_a_script(tmp_path: Path) -> None:
     assert metric(output, "val/acc") > 0.5
 
 
+@pytest.mark.slow  # the tutorial of the transformer trains one every day
 def test_gpt_learns_and_writes_text(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("def add(left, right):\n    return left + right\n\n\n" * 1000)

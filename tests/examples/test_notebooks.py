@@ -36,14 +36,8 @@ def words_and_numbers(text: str) -> tuple[list[str], list[float]]:
     return parts[::2], [float(number) for number in parts[1::2]]
 
 
-DAILY = ("two_devices",)
-"""The others train on one process, as README and the tutorials do, whose blocks run every day."""
-
-
-@pytest.mark.parametrize(
-    "notebook",
-    [pytest.param(path, id=path.stem, marks=() if path.stem in DAILY else pytest.mark.slow) for path in NOTEBOOKS],
-)
+@pytest.mark.slow  # they do what the tutorials do, whose blocks run every day
+@pytest.mark.parametrize("notebook", [pytest.param(path, id=path.stem) for path in NOTEBOOKS])
 def test_cells_print_what_is_stored(notebook: Path) -> None:
     sources = ["".join(cell["source"]) for cell in cells(notebook)]
     done = subprocess.run(

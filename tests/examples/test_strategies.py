@@ -85,7 +85,7 @@ def root(isolate: None, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         pytest.param(DIGITS, FLOAT64, id="digits", marks=pytest.mark.slow),
         pytest.param(GPT, ["single", "fsdp", "tensor", "pipeline"], id="gpt", marks=pytest.mark.slow),
-        pytest.param(LLAMA, ["single", "tensor"], id="llama"),
+        pytest.param(LLAMA, ["single", "tensor"], id="llama", marks=pytest.mark.slow),
     ],
 )
 def test_strategies_on_two_devices(example: list[str], strategies: list[str], tmp_path: Path) -> None:
@@ -102,6 +102,7 @@ class Wrong(DDP):
         return result
 
 
+@pytest.mark.slow  # tests/trainer/testing/test_compare.py finds it without a program of its own
 def test_a_strategy_that_is_off_by_a_billionth_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

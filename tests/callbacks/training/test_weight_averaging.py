@@ -121,7 +121,7 @@ def test_one_s_own_schedule() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tensor")), "pipeline"]
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tensor", "pipeline"))]
 )
 def test_a_strategy_changes_no_average_and_a_resumed_run_is_the_whole_run(strategy: str, tmp_path: Path) -> None:
     """Also: what one strategy has saved another continues."""

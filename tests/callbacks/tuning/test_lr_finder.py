@@ -109,7 +109,9 @@ def test_a_finder_of_the_module_is_refused() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("strategy", "devices"), [("ddp", 4), ("fsdp", 2), ("pipeline", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [pytest.param("ddp", 4, marks=pytest.mark.slow), ("fsdp", 2), ("pipeline", 2)]
+)
 def test_ranks_find_the_rate_of_one_process(strategy: str, devices: int) -> None:
     one, several = finder(), finder()
     find(one)

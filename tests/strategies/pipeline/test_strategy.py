@@ -69,7 +69,12 @@ def test_steps_without_loss_have_no_weight(tmp_path: Path) -> None:
             lambda: Pipeline(schedule="gpipe", num_micro_batches=3, split=["blocks.1"]), 2, {}, marks=pytest.mark.slow
         ),
         pytest.param(lambda: Pipeline(schedule="zbv"), 2, {}, marks=pytest.mark.slow),
-        (lambda: Pipeline(schedule="interleaved_1f1b", module="inner.net"), 2, {"checkpointed": True}),
+        pytest.param(
+            lambda: Pipeline(schedule="interleaved_1f1b", module="inner.net"),
+            2,
+            {"checkpointed": True},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["1f1b", "gpipe", "zbv", "interleaved"],
 )

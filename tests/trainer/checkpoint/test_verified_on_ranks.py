@@ -273,7 +273,7 @@ def test_a_search_takes_the_next_older_checkpoint_and_says_so(devices: int, path
     assert not Path("runs/Net/version_1").exists()
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_search_goes_back_to_an_older_run_and_at_last_begins_afresh(devices: int) -> None:
     fit(devices, max_epochs=1)
     _, expected = fit(devices)

@@ -110,7 +110,7 @@ def phases(place: str = "", number: int = signal.SIGTERM, rank: int = 0) -> Phas
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_signal_in_any_phase_ends_the_run_with_its_code_and_a_checkpoint(devices: int) -> None:
     undisturbed = phases()
     train(undisturbed, devices=devices, default_root_dir="undisturbed")
