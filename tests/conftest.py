@@ -80,9 +80,9 @@ def _modules_of_the_test() -> dict[str, ModuleType]:
     """Of the test modules only the running one and those that it imports from: with all 300 of them, which one process
     has imported, each launch would compare a hundred times what a user's program has."""
     modules = _all_modules()
-    if _running is None:
+    if not isinstance(_running, pytest.Function):
         return modules
-    used = _used_by(_running.module.__name__)  # type: ignore[attr-defined]
+    used = _used_by(_running.module.__name__)
     return {name: module for name, module in modules.items() if not name.startswith("tests.") or name in used}
 
 

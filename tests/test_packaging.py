@@ -219,7 +219,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_a_script_beside_modules_of_the_same_names(wheel: Path, tmp_path: Path) -> None:
     """Its own `trainer.py`, `callbacks/`, `strategies.py`, `utils.py` and `config.py` stay its own, on every rank."""
     with zipfile.ZipFile(wheel) as archive:
@@ -295,7 +294,6 @@ torch._dynamo torch._export torch._functorch torch._inductor torch.ao torch.dist
 torch.onnx"""
 
 
-@pytest.mark.slow  # mypy reads torch again for a client of its own
 @pytest.mark.timeout(300)
 def test_a_typed_client_of_the_wheel(wheel: Path, tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="the types are checked where the tools of development are installed")

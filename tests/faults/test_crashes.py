@@ -29,7 +29,7 @@ from tests.faults.processes import descendants, is_alive
 pytestmark = pytest.mark.faults
 
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "pipeline": 2, "tensor": 2, "ddp topk=0.1": 2, "fsdp=2,pipeline=2": 4}
-DAILY = ("ddp",)
+DAILY = ("ddp", "pipeline")
 TARGETS = ("launcher", "rank", "all")
 POINTS = ("next_batch", "forward", "backward", "before_step", "after_step", "callback", "teardown")
 SAVE_POINTS = ("save.snapshot", "save.open", "save.write", "save.fsync", "save.manifest", "save.rename")

@@ -173,7 +173,7 @@ MANY = [(name, size) for name in ("ddp", "fsdp") for size in (2, 3, 4)] + [("ten
 
 @pytest.mark.parametrize(
     ("name", "size", "num_examples"),
-    [("ddp", 3, 10), *(pytest.param(*many, 100, marks=pytest.mark.slow) for many in MANY)],
+    [("ddp", 3, 30), *(pytest.param(*many, 100, marks=pytest.mark.slow) for many in MANY)],
 )
 def test_gradients_are_those_of_one_process(name: str, size: int, num_examples: int, run_ranks: Any) -> None:
     assert run_ranks(on_ranks, size, name, size, num_examples) > num_examples // 2

@@ -171,10 +171,10 @@ OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 @pytest.mark.parametrize(
     ("model", "stage", "zero", "devices", "options"),
     [
+        ("digits", 3, {}, 2, {}),
         *(
             pytest.param(*case, marks=SLOW)
             for case in (
-                ("digits", 3, {}, 2, {}),
                 ("digits", 1, {}, 2, {}),
                 ("digits", 2, {}, 4, {"accumulate_grad_batches": 2}),
                 ("gpt", 1, SMALL, 4, {"precision": "bf16-mixed"}),
