@@ -29,7 +29,8 @@ class EvaluatedBuffers:
         self._metrics = {id(b) for metric in torchmetrics_of(model).values() for b in metric.buffers()}
         """By id: buffers of torchmetrics, which their own syncs add up."""
         self._watches = strategy.topology.data_size > 1 and getattr(strategy, "broadcast_buffers", None) is None
-        self._watches = self._watches and bool(self._held())
+        # A rank of a stage without buffers watches as well: the others would wait for it.
+        self._watches = self._watches and any(id(b) not in self._metrics for b in kept_buffers(model).values())
         self._first = self._last = self._marks()
         self._contents: list[int] = []
         """After each batch of which this rank had samples, until the first of which it had none."""
