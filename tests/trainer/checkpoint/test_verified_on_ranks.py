@@ -176,10 +176,11 @@ def test_a_disk_that_fails_on_one_rank_is_named_by_all(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_FAULTS", f"rank=2,point=verify,action=eio,times=1,file={tmp_path}/count")
-    name = files.shares(read_manifest(saved)["files"], 2, 3)[0][0]
+    shares = files.shares(read_manifest(saved)["files"], 2, 3)
     found = opened(saved, saved, saved)
-    assert len(set(found)) == 1
-    assert f"{name} cannot be read (Input/output error (EIO))" in found[0] and "found by rank 2 of 3" in found[0]
+    assert len(set(found)) == 1 and "found by rank 2 of 3" in found[0]
+    # Threads read the files of a share at once, and the first of them meets the fault.
+    assert any(f"{name} cannot be read (Input/output error (EIO))" in found[0] for name, *_ in shares)
 
 
 def test_ranks_send_heartbeats_while_they_verify(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
