@@ -82,8 +82,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "an error outside of one; calls of one name in a step add to one mean; a metric named `step` is a metric",
         "log_dict": "as `log`",
         "on_before_zero_grad": "after the step",
-        "on_load_checkpoint": "the dict is what `on_save_checkpoint` filled; weights are not in it",
-        "on_save_checkpoint": "fill it with tensors and JSON data; weights are not in it",
+        "on_load_checkpoint": "what `on_save_checkpoint` filled; `state_dict` cannot be changed on resume",
+        "on_save_checkpoint": "fill it with tensors and JSON data; removes frozen weights only",
         "on_train_batch_end": "`outputs` is what `training_step` returned; a dict with `lockstep.lightning`",
         "optimizers": "objects whose `step` and `zero_grad` keep ranks together; the optimizer is their `.optimizer`; "
         "`step` returns None",
@@ -96,8 +96,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
     },
     "Hooks and attributes of Callback": {
         "on_before_zero_grad": "after the step",
-        "on_load_checkpoint": "the dict is what `on_save_checkpoint` filled; weights are not in it",
-        "on_save_checkpoint": "fill it with tensors and JSON data; weights are not in it; before `state_dict`",
+        "on_load_checkpoint": "what `on_save_checkpoint` filled; `state_dict` cannot be changed on resume",
+        "on_save_checkpoint": "fill it with tensors and JSON data; removes frozen weights only; before `state_dict`",
         "on_train_batch_end": "`outputs` is what `training_step` returned; a dict with `lockstep.lightning`",
         "state_dict": "tensors and JSON data",
         "state_key": "the class's name, so two callbacks of a class need names of their own",

@@ -246,6 +246,21 @@ def _read_safetensors(source: Path) -> Weights:
         ) from error
 
 
+def values_in(loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict that a pickled file holds, or is: of each name what a checkpoint can hold."""
+    nested = _key_of_weights(loaded)
+    return {
+        name: value.detach() if isinstance(value, Tensor) else value
+        for name, value in (loaded if nested is None else loaded[nested]).items()
+        if isinstance(name, str) and (isinstance(value, Tensor) or _fits(value))
+    }
+
+
+def _key_of_weights(loaded: Mapping[str, Any]) -> str | None:
+    keys = ("state_dict", "model_state_dict", "model")
+    return next((key for key in keys if isinstance(loaded.get(key), Mapping)), None)
+
+
 def read_pickle(file: str | os.PathLike[str] | BinaryIO, trusts: bool) -> Weights:
     """What a Lightning checkpoint or a state dict of torch holds; only torch's restricted unpickler reads it unless
     `trusts`."""
@@ -278,16 +293,10 @@ def read_pickle(file: str | os.PathLike[str] | BinaryIO, trusts: bool) -> Weight
             f"cannot import {source}: it holds {type(loaded).__name__}, not a state dict; save module.state_dict() "
             "instead"
         )
-    nested = next(
-        (key for key in ("state_dict", "model_state_dict", "model") if isinstance(loaded.get(key), Mapping)), None
-    )
-    values = loaded if nested is None else loaded[nested]
-    found = Weights({}, source=str(source), content=loaded)
-    for name, value in values.items():
-        if isinstance(name, str) and (isinstance(value, Tensor) or _fits(value)):
-            found.values[name] = value.detach() if isinstance(value, Tensor) else value
-        else:
-            found.skipped.append(f"{nested or 'state dict'}: {name}")
+    nested = _key_of_weights(loaded)
+    found = Weights(values_in(loaded), source=str(source), content=loaded)
+    given = loaded if nested is None else loaded[nested]
+    found.skipped += [f"{nested or 'state dict'}: {name}" for name in given if name not in found.values]
     if nested is None:
         return found
     hyperparameters = loaded.get("hyper_parameters")

@@ -18,19 +18,20 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from lockstep.strategies.checkpoint_state import TensorShard, pack, restore_model, unpack
+from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, pack, restore_model, unpack
 from lockstep.strategies.optimizers.saved_groups import is_alike
 from lockstep.trainer.checkpoint import convert, rank_state, schema, store
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from lockstep.trainer.hparams import Namespace, restored
 from lockstep.trainer.lightning_names import nearest
-from lockstep.trainer.run import publish
-from lockstep.trainer.run.hook_content import HookContent, facts_of
+from lockstep.trainer.run import hook_content, publish
+from lockstep.trainer.run.hook_content import HookContent, SavedWeights, facts_of
 from lockstep.trainer.setup import frozen, resume
 
 if TYPE_CHECKING:
     from lockstep.callbacks._support.parameter_state import ParameterState
     from lockstep.trainer.module import Module
+    from lockstep.trainer.run.hooks import Calls
     from lockstep.trainer.run.state import RunState
 
 _log = logging.getLogger("lockstep")
@@ -49,12 +50,9 @@ def save(
     same place."""
     strategy = run.strategy
     gathered = strategy.state_dict(run.wrapped, {**run.optimizers, **run.parameter_states})
-    frozen.omit(run, gathered)
+    extra = added_by_hooks(run, module, gathered, run.hooks.on_save_checkpoint)
     tensors, mine = gathered.tensors, strategy.topology.rank == 0
     kept: dict[str, TensorShard] = tensors if mine else {}  # what all ranks hold alike, rank 0 writes
-    extra = HookContent({}, lambda: facts_of(run.progress.state_dict(), module.saved_hparams))
-    for hook in run.hooks.on_save_checkpoint:
-        hook(extra)
     with refused(path):
         state = _shared_state(run, module, gathered.meta, extra, kept)
         mine_alone = rank_state.save(run, module, tensors)
@@ -80,6 +78,24 @@ def save(
         return store.begin(path, **options)
     store.save(path, barrier=strategy.barrier, **options)
     return None
+
+
+def added_by_hooks(
+    run: RunState, module: Module, gathered: State, hooks: Calls, *, resumable: bool = True, alone: bool = False
+) -> HookContent:
+    """What the `on_save_checkpoint` hooks add; takes the weights out of `gathered` that the checkpoint is not to hold.
+
+    Every rank calls it, or with `alone` one.
+    """
+    frozen.omit(run, gathered, alone=alone)
+    weights = SavedWeights(gathered, None if alone else run.strategy)
+    extra = HookContent({}, lambda: facts_of(run.progress.state_dict(), module.saved_hparams), weights.gather)
+    for hook in hooks:
+        hook(extra)
+    if hooks:
+        trained = [name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
+        weights.take_out_removed(extra.weights, trained, resumable)
+    return extra
 
 
 def _shared_state(
@@ -140,25 +156,27 @@ def rewind(run: RunState, checkpoint: Checkpoint) -> None:
     run.progress.global_step = checkpoint.state["progress"]["global_step"]
 
 
-def load_extra(run: RunState, checkpoint: Checkpoint, *, callbacks: bool = True) -> None:
-    """Call the `on_load_checkpoint` hooks of the module, which may build layers in it, and with `callbacks` of these.
+def load_extra(run: RunState, checkpoint: Checkpoint) -> None:
+    """Call the `on_load_checkpoint` hooks of a run that is resumed; that of the module may build layers in it.
 
     Every rank calls it before the model is wrapped: weights, buffers and the state of optimizers are loaded afterwards.
     """
-    module = run.module
-    if not callbacks:
-        _load_extra_of(module, checkpoint)
-        return
     with refused(checkpoint.path):
         extra = _content(checkpoint)
         for hook in run.hooks.on_load_checkpoint:
             hook(extra)
+        hook_content.check_unchanged(checkpoint, extra.weights)
 
 
-def _load_extra_of(module: Any, checkpoint: Checkpoint) -> None:
+def weights_for(module: Any, checkpoint: Checkpoint) -> Reader:
+    """The weights to load into `module`, after its `on_load_checkpoint`, which may build layers in it and change them.
+    Every rank calls it before the model is wrapped."""
+    if "module" not in checkpoint.state:  # imported weights have none
+        return checkpoint
     with refused(checkpoint.path):
-        if "module" in checkpoint.state:  # imported weights have none
-            module.on_load_checkpoint(_content(checkpoint))
+        extra = _content(checkpoint)
+        module.on_load_checkpoint(extra)
+        return hook_content.edited(checkpoint, extra.weights)
 
 
 def _content(checkpoint: Checkpoint) -> HookContent:
@@ -166,6 +184,7 @@ def _content(checkpoint: Checkpoint) -> HookContent:
     return HookContent(
         unpack(state["module"], read),
         lambda: facts_of(state["progress"], unpack(state.get("hyperparameters", {}), read)),
+        lambda: hook_content.read(checkpoint),
     )
 
 
@@ -188,11 +207,11 @@ def restore_trainability(run: RunState, module: Module, checkpoint: Checkpoint) 
         run.strategy.adopt_changes(run.wrapped)
 
 
-def restore_weights(run: RunState, checkpoint: Checkpoint) -> None:
-    """Load the weights alone into the wrapped model. Every rank calls it."""
-    with refused(checkpoint.path):
-        frozen.check(checkpoint, run.strategy, run.wrapped)
-        run.strategy.load_state_dict(run.wrapped, {}, checkpoint)
+def restore_weights(run: RunState, path: str | Path, weights: Reader) -> None:
+    """Load what `weights_for` returned of the checkpoint at `path` into the wrapped model. Every rank calls it."""
+    with refused(path):
+        frozen.check(weights, run.strategy, run.wrapped)
+        run.strategy.load_state_dict(run.wrapped, {}, weights)
 
 
 def _restore_training(run: RunState, checkpoint: Checkpoint) -> None:
@@ -279,7 +298,8 @@ def load_module(
         module = _built(cls, *_arguments(given, found.hyperparameters_name, []), overrides, found.source)
         module.on_load_checkpoint(found.content)
         with refused(found.source):
-            module.load_state_dict(found.values, strict=strict)
+            values = convert.values_in(found.content)  # as the hook has left them
+            module.load_state_dict(values, strict=strict)
         return module.to(_device(map_location))
     checkpoint = Checkpoint.open(os.path.expanduser(path))
     hparams = unpack(checkpoint.state.get("hyperparameters", {}), checkpoint.read)
@@ -290,10 +310,10 @@ def load_module(
             f"checkpoint {path} cannot be used: state.json has no valid hyperparameters; load another one"
         )
     module = _built(cls, *_arguments(hparams, name, unsaved), overrides, path)
-    _load_extra_of(module, checkpoint)
+    weights = weights_for(module, checkpoint)
     with refused(path):
-        frozen.check_module(checkpoint, module)
-        restore_model(module, checkpoint, strict)
+        frozen.check_module(weights, module)
+        restore_model(module, weights, strict)
     return module.to(_device(map_location))
 
 

@@ -15,7 +15,7 @@ from lockstep.strategies.base import StepHooks
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.launch.phase import set_phase
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
-from lockstep.trainer.checkpoint.snapshot import load_extra, restore_weights
+from lockstep.trainer.checkpoint.snapshot import restore_weights, weights_for
 from lockstep.trainer.metrics.buffers import EvaluatedBuffers
 from lockstep.trainer.metrics.entry import Reduced, nowhere
 from lockstep.trainer.metrics.gathering import gather_items
@@ -115,11 +115,10 @@ def run_stage(run: RunState, module: Module, sources: Sources, stage: str) -> An
         raise ValueError(f"{stage} needs data: give dataloaders, or a DataModule or Module with {kind}_dataloader")
     run.given_loaders[kind] = source
     loaders = evaluation_loaders(run, source, kind)
-    if run.resumed is not None:
-        load_extra(run, run.resumed, callbacks=False)
+    weights = None if run.resumed is None else weights_for(module, run.resumed)
     run.wrapped = run.strategy.setup_module(module)
-    if run.resumed is not None:
-        restore_weights(run, run.resumed)
+    if run.resumed is not None and weights is not None:
+        restore_weights(run, run.resumed.path, weights)
     training_metrics = run.metrics
     outputs = evaluate(run, module, loaders, stage)
     run.metrics = training_metrics  # of a fit before, which can still be saved

@@ -19,9 +19,7 @@ from lockstep.strategies.base import Topology
 from lockstep.strategies.checkpoint_state import State, gather_state, pack
 from lockstep.strategies.launch import environment
 from lockstep.trainer.checkpoint import snapshot, store
-from lockstep.trainer.run.hook_content import HookContent, facts_of
 from lockstep.trainer.run.hooks import Hooks
-from lockstep.trainer.setup import frozen
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
@@ -111,12 +109,10 @@ def _save_weights(
 ) -> None:
     """A checkpoint of weights, hyperparameters and what `on_save_checkpoint` adds; every rank of the run calls it."""
     topology, strategy = (Topology() if alone else run.strategy.topology), run.strategy
-    frozen.omit(run, gathered, alone=alone)
+    hooks = Hooks.find(run, module).on_save_checkpoint
+    extra = snapshot.added_by_hooks(run, module, gathered, hooks, resumable=False, alone=alone)
     tensors = gathered.tensors
     kept = tensors if topology.rank == 0 else {}
-    extra = HookContent({}, lambda: facts_of(run.progress.state_dict(), module.saved_hparams))
-    for hook in Hooks.find(run, module).on_save_checkpoint:
-        hook(extra)
     with snapshot.refused(path):
         state = {
             "progress": run.progress.state_dict(),

@@ -6,7 +6,7 @@ is loaded only beside the very weights that it was saved beside.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,10 +46,20 @@ def omit(run: RunState, state: State, *, alone: bool = False) -> None:
         return
     now = _numbers(state, run.frozen_at_start, None if alone else run.strategy)
     same = {name: number for name, number in run.frozen_at_start.items() if now.get(name) == number}
-    for name in same:
+    _take_out(state, same, same)
+
+
+def omit_alike(state: State, names: set[str], trained: set[str], strategy: Strategy | None) -> None:
+    """Take these weights out of what a checkpoint is made of; those that are not `trained` must be the same where it is
+    loaded. Every rank calls it, or without `strategy` one."""
+    _take_out(state, names, _numbers(state, names - trained, strategy))
+
+
+def _take_out(state: State, names: Iterable[str], numbers: dict[str, int]) -> None:
+    for name in names:
         state.tensors.pop(f"model/{name}", None)
         del state.meta["model"][name]
-    state.meta["frozen"] = same
+    state.meta["frozen"] = state.meta.get("frozen", {}) | numbers
 
 
 def check(reader: Reader, strategy: Strategy, wrapped: nn.Module) -> None:
@@ -71,8 +81,8 @@ def _compare(reader: Reader, state: State, strategy: Strategy | None) -> None:
     if other:
         shown = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
         raise ValueError(
-            f"it was saved without the frozen weights (save_trainable_only=True), and {shown} of the module at hand "
-            "are not those that it was saved beside; build the module on the same base model"
+            f"it was saved without the weights that save_trainable_only or a hook omitted, and {shown} of the module "
+            "at hand are not those that it was saved beside; build the module on the same base model"
         )
 
 

@@ -188,18 +188,16 @@ def test_a_config_with_an_entry_that_was_not_saved_is_asked_for(tmp_path: Path) 
 class Reads(Net):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.saved = checkpoint["global_step"], checkpoint["epoch"], checkpoint["hyper_parameters"]["width"]
-        with pytest.raises(KeyError, match=r"checkpoint\['state_dict'\] is not in what hooks get: .*trainer.whole"):
-            checkpoint["state_dict"].pop("net.0.weight")
         with pytest.raises(KeyError, match=r"checkpoint\['optimizer_states'\] cannot be set by a hook"):
             checkpoint["optimizer_states"] = []
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.loaded = checkpoint["global_step"], checkpoint["epoch"], checkpoint["hyper_parameters"]["width"]
-        assert "state_dict" not in checkpoint and not checkpoint
+        assert checkpoint == {}
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_hooks_read_counters_and_are_refused_weights(weights_only: bool, tmp_path: Path) -> None:
+def test_hooks_read_counters_and_are_refused_states(weights_only: bool, tmp_path: Path) -> None:
     trainer, module = quiet(accelerator="cpu", devices=1), Reads()
     trainer.fit(module, loader())
     trainer.save_checkpoint(tmp_path / "c", weights_only)

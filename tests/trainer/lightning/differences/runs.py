@@ -31,7 +31,9 @@ def _(pl: Any, folder: Path) -> Any:
 
     def on_save_checkpoint(self: Any, checkpoint: Any) -> None:
         checkpoint["mine"] = 3
-        found.extend((checkpoint["mine"], checkpoint["global_step"], seen(lambda: bool(checkpoint["state_dict"]))))
+        found.extend(
+            (checkpoint["mine"], checkpoint["global_step"], seen(lambda: bool(checkpoint["optimizer_states"])))
+        )
 
     fit(pl, classifier(pl, on_save_checkpoint=on_save_checkpoint)()).save_checkpoint(folder / "x.ckpt")
     return found
