@@ -190,6 +190,7 @@ def serve(control_fd: int, preload: list[str]) -> None:
             if not message:
                 return
             folder = message.decode()
+            importlib.invalidate_caches()  # folders may have changed; here, as each rank would copy what it touches
             with socket.socket(fileno=fds[0]) as ranks:
                 pids = {_fork(rank, folder, fds, [control_fd, wake, wake_writer]): rank for rank in range(len(fds) - 5)}
                 for fd in fds[1:]:

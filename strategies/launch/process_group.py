@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from lockstep.strategies.launch.environment import World
+from lockstep.strategies.launch.environment import World, started_by_lockstep
 
 _REJOIN = timedelta(seconds=60)
 
@@ -67,6 +67,8 @@ def init_process_group(
         assert world is not None
         store.set(f"member{world.rank}", "")
         store.wait([f"member{rank}" for rank in members], min(timeout, _REJOIN))
+    if _kept and started_by_lockstep():  # it has left a group; one that ends does not pay for the import
+        _forget_meshes()
     dist.init_process_group(
         backend,
         store=store,
@@ -134,8 +136,13 @@ def destroy_process_group(timeout_s: float = 2.0) -> None:
     thread = threading.Thread(target=destroy, name="destroy_process_group", daemon=True)
     thread.start()
     thread.join(timeout_s)
+    if not started_by_lockstep():  # its program may have groups of its own next
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor keeps the meshes of results it has seen, and takes one of another group that looks the same."""
     if "torch.distributed.tensor" in sys.modules:
-        # DTensor keeps the meshes of results it has seen, and takes one of another group that looks the same.
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()

@@ -27,7 +27,7 @@ from lockstep.strategies.optimizers.exchange import Exchange, Owned, Piece
 from lockstep.strategies.optimizers.hidden_state import HiddenState
 from lockstep.strategies.optimizers.modes import has_modes
 from lockstep.strategies.optimizers.numbers import changes, numbers_of, put
-from lockstep.strategies.optimizers.probe import Finding, fails_on, probe
+from lockstep.strategies.optimizers.probe import Finding, fails_on, is_plain, probe
 from lockstep.strategies.sync.collectives import all_gather, broadcast, local
 
 if TYPE_CHECKING:
@@ -49,6 +49,9 @@ def needs_whole(
     way.
     """
     found = probe(optimizer)
+    meshes = {getattr(p, "device_mesh", None) for group in optimizer.param_groups for p in group["params"]}
+    if is_plain(optimizer) and len(meshes) == 1:
+        return None
     if found.kind == "elementwise" and not fails_on(optimizer, cut, around):
         return None
     why = ""

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.optimizers.copies import (
@@ -52,8 +52,11 @@ def probe(optimizer: Optimizer) -> Finding:
     """Find out what `optimizer` needs to see at once.
 
     Steps copies: parameters, gradients, state and hooks of `optimizer` and all random streams stay as they are. Takes
-    some milliseconds to tenths of a second. Raises nothing: an optimizer whose copy cannot be stepped is "unknown".
+    some milliseconds to tenths of a second, and none for those of `is_plain`. Raises nothing: an optimizer whose copy
+    cannot be stepped is "unknown".
     """
+    if is_plain(optimizer):
+        return PLAIN
     with unset_fake_temporarily(), kept_streams(), torch.enable_grad():  # a planned run has no values
         try:
             tried = _Probe(optimizer)
@@ -62,6 +65,28 @@ def probe(optimizer: Optimizer) -> Finding:
             return Finding(
                 "unknown", f"a copy of it could not be stepped ({type(error).__name__}: {_first_line(error)})"
             )
+
+
+PLAIN = Finding("elementwise", "", flattens=True)
+"""What a probe finds of every optimizer that `is_plain`."""
+
+
+def is_plain(optimizer: Optimizer) -> bool:
+    """Whether it is torch's SGD, Adam or AdamW with numbers as options: its code is known, so it need not be tried."""
+    own = optimizer.__dict__.get("step")
+    return (
+        type(optimizer) in (SGD, Adam, AdamW)
+        and type(optimizer).step.__module__.startswith("torch.optim.")
+        and {name for name in optimizer.__dict__ if name[0] != "_"} <= {"defaults", "param_groups", "state", "step"}
+        and (own is None or hasattr(own, "_wrapped_by_lr_sched"))
+        and all(_is_plain(name, group[name]) for group in optimizer.param_groups for name in optimizer.defaults)
+    )
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    if name in ("foreach", "fused", "capturable", "differentiable"):  # other kernels
+        return not value
+    return all(isinstance(number, int | float | None) for number in (value if isinstance(value, tuple) else (value,)))
 
 
 def fails_on(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import multiprocessing
 import os
@@ -93,10 +92,11 @@ def take_over_program(state: dict[str, Any]) -> None:
     os.environ.update(state["environ"])
     os.chdir(state["folder"])
     sys.path[:] = state["path"]
-    importlib.invalidate_caches()  # folders may have changed since the server looked
     sys.argv[:] = state["argv"]
     tempfile.tempdir = state["temporary"]
-    logging.getLogger("lockstep").setLevel(state["log_level"])
+    logger = logging.getLogger("lockstep")
+    if logger.level != state["log_level"]:  # setting it visits all loggers
+        logger.setLevel(state["log_level"])
     if state["start_method"] is not None:
         multiprocessing.set_start_method(state["start_method"], force=True)
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer, RMSprop, SparseAdam
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Muon, Optimizer, RMSprop, SparseAdam
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep.strategies.optimizers.probe import probe
+from lockstep.strategies.optimizers.probe import PLAIN, is_plain, probe
 
 
 def model() -> nn.Module:
@@ -252,3 +252,49 @@ def test_complex_and_half_precision_parameters_are_probed() -> None:
     params = [nn.Parameter(torch.randn(3, 4, dtype=torch.complex64)), nn.Parameter(torch.randn(5).bfloat16())]
     assert probe(AdamW(params)).kind == "elementwise"
     assert probe(Rule(params, by_trust_ratio)).kind == "whole_tensor"
+
+
+# ---- those that need not be tried ---------------------------------------------------------------------
+
+KNOWN: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda p: SGD(p, 0.1),
+    "SGD, all options": lambda p: SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01, maximize=True),
+    "SGD, dampened": lambda p: SGD(p, 0.1, momentum=0.9, dampening=0.5, foreach=False),
+    "Adam": lambda p: Adam(p),
+    "Adam, all options": lambda p: Adam(p, 0.1, (0.8, 0.9), 1e-6, 0.01, amsgrad=True, maximize=True),
+    "AdamW": lambda p: AdamW(p, weight_decay=0.1),
+    "AdamW, a name and another rate": lambda p: AdamW([{"params": list(p), "name": "all", "lr": np.float64(0.3)}]),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_need_not_be_tried_is_what_a_trial_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = [
+        *model().parameters(),
+        nn.Parameter(torch.randn(3, dtype=torch.complex64)),
+        nn.Parameter(torch.ones(())),
+    ]
+    optimizer = KNOWN[name](parameters)
+    LambdaLR(optimizer, lambda step: 1.0)  # which wraps the step on the object
+    assert is_plain(optimizer) and probe(optimizer) == PLAIN
+    monkeypatch.setattr("lockstep.strategies.optimizers.probe.is_plain", lambda optimizer: False)
+    assert probe(optimizer) == PLAIN
+
+
+class Scaled(SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        by_trust_ratio([p for group in self.param_groups for p in group["params"]], {})
+
+
+def test_what_is_not_torchs_own_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = list(model().parameters())
+    for options in ({"lr": torch.tensor(0.1)}, {"fused": True}, {"foreach": True}, {"capturable": True}):
+        assert not is_plain(Adam(parameters, **options)), options
+    scaled = Scaled(parameters, 0.1)
+    assert not is_plain(scaled) and probe(scaled).kind == "whole_tensor"
+    on_object = SGD(parameters, 0.1)
+    on_object.step = lambda closure=None: None  # type: ignore[method-assign, misc, assignment]
+    assert not is_plain(on_object)
+    monkeypatch.setattr(SGD, "step", Scaled.step)
+    assert not is_plain(SGD(parameters, 0.1)) and probe(SGD(parameters, 0.1)).kind == "whole_tensor"
