@@ -8,7 +8,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -210,11 +210,11 @@ def _report(run: RunState, stage: str, caught: BaseException) -> BaseException:
         except Exception as later:  # the first error is the one to show
             if hasattr(error, "add_note"):
                 error.add_note(f"on_exception failed too: {type(later).__name__}: {str(later)[:500]}")
+    locked = run.folder is not None
     _end(run, "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed", error)
-    if stage != "fit" and run.is_global_zero:
+    if run.is_global_zero:
         for folder in {run.log_dir, *(logger.run_dir for logger in run.loggers)} - {None}:
-            with suppress(OSError):  # it holds what this Trainer has written before
-                os.rmdir(str(folder))
+            if start.remove_unused(run, str(folder), locked):  # else it holds what this Trainer has written before
                 run.log_dir = None
     return error
 

@@ -215,12 +215,28 @@ def _run_folder(base: Path, version: str | int | None) -> Path:
 
 def _forsake(run: RunState, log_dir: str | None) -> None:
     """Let go of the folder that `choose` took, and remove it if it was made for this run."""
+    locked = run.folder is not None
     if run.folder is not None:
         run.folder.end(run, None)
         run.folder = None
-    with suppress(OSError):
-        if log_dir is not None and all(path.name == "run.lock" for path in Path(log_dir).iterdir()):
-            shutil.rmtree(log_dir)
+    if log_dir is not None:
+        remove_unused(run, log_dir, locked)
+
+
+def remove_unused(run: RunState, log_dir: str, locked: bool) -> bool:
+    """Remove the folder of a run that has left nothing in it, and that of the module if no run is left. Returns whether
+    it did. `locked`: the lock in it was this run's."""
+    folder = Path(log_dir)
+    with suppress(OSError):  # of another process, or gone
+        files = {path.name for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+        if files - ({"run.lock"} if locked else set()):
+            return False
+        shutil.rmtree(folder)
+        with suppress(OSError):  # it holds other runs
+            if folder.parent == _default_place(run):
+                folder.parent.rmdir()
+        return True
+    return False
 
 
 def _version(version: str | int) -> str:

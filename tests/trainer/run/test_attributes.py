@@ -125,3 +125,26 @@ def test_a_validation_that_fails_leaves_no_folder(devices: int, tmp_path: Path) 
     assert list(tmp_path.rglob("version_*")) == []
     trainer.validate(net(), loader(8), verbose=False)
     assert [path.name for path in tmp_path.rglob("version_*")] == ["version_0"]
+
+
+class FailsToConfigure(Net):
+    def configure_optimizers(self) -> Any:
+        raise ValueError("no optimizer")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_that_fails_before_it_writes_anything_leaves_no_folder(devices: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"devices": devices, "accelerator": "cpu", "default_root_dir": tmp_path}
+    for fails in (
+        lambda trainer: trainer.fit(FailsToConfigure(), loader(8)),
+        lambda trainer: trainer.validate(FailsToValidate(), loader(8)),
+    ):
+        with pytest.raises(ValueError, match="no "):
+            fails(quiet(**options, enable_checkpointing=True))
+        assert list(tmp_path.iterdir()) == []
+    (tmp_path / "FailsToConfigure" / "version_0").mkdir(parents=True)
+    (tmp_path / "FailsToConfigure" / "version_0" / "run.lock").touch()  # of another run, which has not written yet
+    with pytest.raises(ValueError, match="no optimizer"):
+        quiet(**options, enable_checkpointing=True).fit(FailsToConfigure(), loader(8))
+    assert [path.name for path in tmp_path.rglob("*")] == ["FailsToConfigure", "version_0", "run.lock"]
