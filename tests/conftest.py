@@ -129,7 +129,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Files with tests that take long begin first, so that none of them is what all workers wait for at the end.
     long = {item.path for item in items if any(map(item.get_closest_marker, ("timeout", "faults", "docs")))}
-    items.sort(key=lambda item: item.path not in long)
+    files = {path: i for i, path in enumerate(dict.fromkeys(item.path for item in items))}
+    items.sort(key=lambda item: (item.path not in long, files[item.path], _group(item)))
     for item in items:
         if not any(item.get_closest_marker(kind) for kind in KINDS):
             item.add_marker(pytest.mark.unit)
@@ -137,6 +138,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def _group(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("grouped")
+    if marker is None or not isinstance(item, pytest.Function):
+        return ""
+    return str(item.callspec.params.get(marker.args[0], "")) if hasattr(item, "callspec") else ""
 
 
 def pytest_collection_finish() -> None:

@@ -26,7 +26,7 @@ from lockstep.strategies import (
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.grouped("name")]
 
 STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "single": (SingleDevice, 1),
