@@ -17,6 +17,7 @@ from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
 BASE = ["net.0.bias", "net.0.weight"]
 ON_RANKS = ("fsdp", "pipeline", "ddp", "tensor", "deepspeed_stage_2", "deepspeed_stage_3", "ddp=2,pipeline=2")
+ON_RANKS += ("dp", "local_sgd", "diloco", "parameter_server")
 STRATEGIES = ["single", *(pytest.param(name, marks=pytest.mark.ranks) for name in ON_RANKS[:2])]
 STRATEGIES += [pytest.param(name, marks=[pytest.mark.ranks, pytest.mark.slow]) for name in ON_RANKS[2:]]
 
