@@ -1,6 +1,6 @@
 """The Strategy contract: where the model lives, how gradients are reduced, who sees which sample, what is saved.
 
-A strategy works on plain `nn.Module`s, optimizers, loaders and callables, so a hand-written loop can drive it. It holds
+A strategy works on plain `nn.Module`s, optimizers, loaders and callables, so a hand-written loop can drive it. It uses
 no trainer, user module or optimizer: `setup_module` returns the module to give to the other verbs.
 
 The life of a strategy, in order:
@@ -50,8 +50,7 @@ StepFn: TypeAlias = Callable[[Any, int], Any]
 class Loss(NamedTuple):
     """A loss given as its sum and what it counts.
 
-    The gradient of an optimizer step is that of Σ total / Σ count over all micro-batches and ranks,
-    so a token-weighted mean stays exact however tokens fall on micro-batches and ranks.
+    The gradient of a step is that of Σ total / Σ count over all micro-batches and ranks: exact wherever tokens fall.
     """
 
     total: Tensor
@@ -196,6 +195,7 @@ class Strategy(ABC):
     """Whether all ranks meet in the step of now, after which collectives may follow. Always, if synchronous."""
     in_turn: bool = False
     """Whether a learner that is one rank or a part of it takes a step of its own."""
+    of_run: Any = None  # the Trainer whose fit runs, for code that looks for `trainer.strategy.optimizers`
     _stands_for = ""
     starts_ranks: bool
     """True if this process is the launcher and `launch` is to start the ranks. Valid after `configure`."""

@@ -35,14 +35,24 @@ class SPMDHooks(Strategy):
 
     @property
     def optimizers(self) -> Any:
-        raise AttributeError("a strategy holds no optimizers; they are in trainer.optimizers")
+        return self._of_run_for("optimizers").optimizers
 
     @optimizers.setter
     def optimizers(self, value: Any) -> None:
-        raise AttributeError(
-            "a strategy holds no optimizers, so setting them would have no effect; return them from "
-            "configure_optimizers, and change their param_groups during a run"
-        )
+        self._of_run_for("optimizers").optimizers = value
+
+    @property
+    def lr_scheduler_configs(self) -> Any:
+        return self._of_run_for("lr_scheduler_configs").lr_scheduler_configs
+
+    @lr_scheduler_configs.setter
+    def lr_scheduler_configs(self, value: Any) -> None:
+        self._of_run_for("lr_scheduler_configs").lr_scheduler_configs = value
+
+    def _of_run_for(self, name: str) -> Any:
+        if self.of_run is None:
+            raise AttributeError(f"a strategy has {name} only while fit runs; read trainer.{name}")
+        return self.of_run
 
     def data_size_of(self, num_ranks: int) -> int:
         """Return how many of so many ranks see different samples. Called once `configure` has run."""

@@ -270,6 +270,7 @@ TRAINER = {
     *("callback_metrics", "logged_metrics", "progress_bar_metrics", "global_step", "current_epoch"),
     *("max_epochs", "max_steps", "accumulate_grad_batches", "should_stop", "sanity_checking"),
     *("global_rank", "local_rank", "world_size", "is_global_zero", "optimizers", "datamodule"),
+    "lr_scheduler_configs",
     *("train_dataloader", "val_dataloaders", "num_training_batches", "num_val_batches"),
     *("estimated_stepping_batches", "is_last_batch", "test_dataloaders", "predict_dataloaders"),
     *("model", "lightning_module", "state", "training", "validating", "testing", "predicting", "interrupted"),

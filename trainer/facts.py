@@ -21,6 +21,7 @@ from lockstep.trainer.lightning_names import SET, TRAINER, missing
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
     from lockstep.trainer.run.state import RunState
+    from lockstep.trainer.setup.optimizers import SchedulerConfig
     from lockstep.trainer.trainer import Trainer
 
 _ARGUMENTS = frozenset(field.name for field in fields(TrainerArguments))
@@ -214,7 +215,22 @@ class Facts:
 
     @property
     def optimizers(self) -> list[Optimizer]:
+        """Those of `configure_optimizers`, or what `on_fit_start` or `on_train_start` has set in their place; every
+        rank sets it. Raises AttributeError in other hooks and on strategies that cannot exchange them."""
         return list(self._run.optimizers.values())
+
+    @optimizers.setter
+    def optimizers(self, value: Any) -> None:
+        self._run.assign("optimizers", value)
+
+    @property
+    def lr_scheduler_configs(self) -> list[SchedulerConfig]:
+        """The schedulers and when each steps; set as `optimizers` is."""
+        return list(self._run.schedulers)
+
+    @lr_scheduler_configs.setter
+    def lr_scheduler_configs(self, value: Any) -> None:
+        self._run.assign("lr_scheduler_configs", value)
 
     @property
     def datamodule(self) -> DataModule | None:

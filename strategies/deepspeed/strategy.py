@@ -70,9 +70,9 @@ class DeepSpeed(SPMDStrategy):
             "manually; set automatic_optimization = True, or use strategy='ddp'",
             "accumulation_schedule": "DeepSpeed's engine is built for one number; use strategy='ddp' or 'fsdp'",
             "parameter_state": "DeepSpeed partitions the weights that it steps; use strategy='ddp' or 'fsdp'",
-            "several_optimizers": "DeepSpeed's engine steps one optimizer; return one from configure_optimizers, with "
-            "parameter groups if rates differ, or use strategy='ddp'",
+            "several_optimizers": "DeepSpeed steps one optimizer; return one from configure_optimizers, or use 'ddp'",
             "closures": "DeepSpeed's engine steps without a closure; use another optimizer, or strategy='ddp'",
+            "assigned_optimizers": "DeepSpeed's engine holds the one of configure_optimizers",
         }
         | {
             name: "DeepSpeed keeps float32 weights, or bfloat16 ones with float32 masters, so precision must be one of "

@@ -98,7 +98,6 @@ def test_facts_that_are_known_before_a_run() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("optimizers", "return them from configure_optimizers"),
         ("global_step", "resume with fit"),
         ("strategy", "give Trainer"),
         ("training", "it follows the run"),
@@ -109,8 +108,8 @@ def test_what_follows_the_run_cannot_be_set(name: str, said: str) -> None:
         setattr(quiet(), name, 1)
 
 
-def test_a_strategy_holds_no_optimizers() -> None:
-    with pytest.raises(AttributeError, match="a strategy holds no optimizers.*configure_optimizers"):
+def test_a_strategy_has_optimizers_only_in_a_run() -> None:
+    with pytest.raises(AttributeError, match="a strategy has optimizers only while fit runs; read trainer.optimizers"):
         quiet().strategy.optimizers = []  # type: ignore[attr-defined]
 
 

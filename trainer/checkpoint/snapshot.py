@@ -129,7 +129,7 @@ def _shared_state(
 def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
     """Put a run back to where `checkpoint` was saved. Every rank calls it, after everything is built."""
     state, read = checkpoint.state, checkpoint.read
-    _restore_training(run, checkpoint)
+    _restore_training(run, checkpoint, resume.waits(state))
     with refused(checkpoint.path):
         progress, loader = run.progress, run.train_dataloader
         progress.load_state_dict(state["progress"])
@@ -214,7 +214,8 @@ def restore_weights(run: RunState, path: str | Path, weights: Reader) -> None:
         run.strategy.load_state_dict(run.wrapped, {}, weights)
 
 
-def _restore_training(run: RunState, checkpoint: Checkpoint) -> None:
+def restore_optimizers(run: RunState, checkpoint: Checkpoint) -> None:
+    """Load weights and the state of optimizers and schedulers. Every rank calls it."""
     state, read = checkpoint.state, checkpoint.read
     with refused(checkpoint.path):
         beside = _saved_beside(run, checkpoint)
@@ -229,6 +230,15 @@ def _restore_training(run: RunState, checkpoint: Checkpoint) -> None:
                     raise ValueError(f"scheduler {name} has {key}={now!r:.60}, but {values[key]!r:.60} was saved")
             config.scheduler.load_state_dict(values)
             config.scheduler.optimizer._opt_called = True  # in the saved run; else torch warns at an epoch's end
+
+
+def _restore_training(run: RunState, checkpoint: Checkpoint, without_optimizers: bool = False) -> None:
+    state, read = checkpoint.state, checkpoint.read
+    if without_optimizers:
+        restore_weights(run, checkpoint.path, checkpoint)
+    else:
+        restore_optimizers(run, checkpoint)
+    with refused(checkpoint.path):
         _say_what_is_dropped(run, checkpoint)
         for callback in run.callbacks:
             if callback.state_key in state["callbacks"]:

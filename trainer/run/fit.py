@@ -23,7 +23,7 @@ from lockstep.strategies.launch.phase import CALLBACKS, END_OF_STEP, OPTIMIZER_S
 from lockstep.trainer.run import evaluate, publish, saving
 from lockstep.trainer.run.guards import check_weight
 from lockstep.trainer.run.hooks import is_users, refuse_skip
-from lockstep.trainer.setup import prepare
+from lockstep.trainer.setup import assigned, prepare
 from lockstep.trainer.setup.own_steps import in_its_place, with_local_steps
 from lockstep.trainer.setup.prepare import FitLoop
 from lockstep.trainer.setup.share_ends import clear_learners, end_shares, turns
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 def fit(run: RunState, module: Module, sources: Sources) -> None:
     """Train `module`; every rank calls it, in its own process."""
     loop = prepare.fit(run, module, sources)
+    _begin(run, module, loop)
     strategy, wrapped, hooks, guards, progress = run.strategy, run.wrapped, run.hooks, loop.guards, run.progress
     optimizers, handles, automatic = list(run.optimizers.values()), run.user_optimizers, module.automatic_optimization
     step_hooks, clip = step_hooks_of(run, loop, automatic), None if strategy.capabilities.local_steps else loop.clip
     apart = not strategy.capabilities.synchronous
-    _begin(run, module, loop)
     while not saving.is_finished(run):
         stop, windows = _begin_epoch(run, module, loop)
         steps_before, batches_before = progress.global_step, progress.batches_seen
@@ -109,8 +109,7 @@ def step_hooks_of(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
 def _begin(run: RunState, module: Module, loop: FitLoop) -> None:
     """The start of training: its hooks, what loggers and the run's folder get, the sanity check."""
     progress = run.progress
-    for hook in run.hooks.on_fit_start:
-        hook()
+    assigned.call(run, module, loop, run.hooks.on_fit_start)
     publish.describe(run, module)
     if run.folder is not None:
         run.folder.begin(run, module)
@@ -118,8 +117,7 @@ def _begin(run: RunState, module: Module, loop: FitLoop) -> None:
     is_new = not progress.global_step and not progress.batches_seen
     if run.arguments.num_sanity_val_steps and loop.val_loaders and is_new:
         evaluate.sanity_check(run, module, loop.val_loaders)
-    for hook in run.hooks.on_train_start:
-        hook()
+    assigned.call(run, module, loop, run.hooks.on_train_start, last=True)
 
 
 def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, Iterator[Window]]:

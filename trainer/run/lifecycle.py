@@ -238,7 +238,7 @@ def undo_run(run: RunState) -> None:
         if run.compiled is not None:
             run.compiled.undo()
             run.compiled = None
-        run.parameter_states = {}
+        run.parameter_states, run.strategy.of_run = {}, None
         for handle in run.user_optimizers:
             handle.close()
         for callback in run.callbacks:

@@ -58,6 +58,10 @@ def save(
             "save_checkpoint was called inside an accumulation window, whose gradients are not whole; "
             "call it in on_train_batch_end once global_step has moved"
         )
+    if run.may_assign and run.assigned:
+        raise RuntimeError(
+            "save_checkpoint was called beside optimizers that were just set; call it once training begins"
+        )
     finish(run)
     if run.folder is not None:
         run.folder.hold(run)

@@ -137,6 +137,10 @@ class RunState:
     user_optimizers: list[Any] = field(default_factory=list)
     """What `Module.optimizers()` and `Module.optimizer_step` get."""
     schedulers: list[Any] = field(default_factory=list)
+    assigned: bool = False
+    """Whether a hook of the start has set others in the place of those that `configure_optimizers` returned."""
+    may_assign: bool = False
+    """Whether such a hook runs."""
     parameter_states: dict[str, ParameterState] = field(default_factory=dict)
     """What callbacks keep beside the parameters, by the name under which a checkpoint holds it."""
     had_parameter_states: bool = False
@@ -206,6 +210,12 @@ class RunState:
                 f"{what} was called within an accumulation window, whose gradients are not added up yet; call it in "
                 "on_before_optimizer_step or on_before_zero_grad, which come once a step, or after the last micro-batch"
             )
+
+    def assign(self, name: str, value: Any) -> None:
+        """Set `optimizers` or `lr_scheduler_configs` of the Trainer. Every rank calls it."""
+        from lockstep.trainer.setup import assigned
+
+        assigned.assign(self, name, value)
 
     # ---- for the callbacks of this package, which import nothing of the trainer ------------------------
     def log_metrics(self, values: dict[str, float]) -> None:

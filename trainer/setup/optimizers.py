@@ -15,7 +15,7 @@ FORMS = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class SchedulerConfig:
     """A learning-rate scheduler and when it steps."""
 
@@ -35,7 +35,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         if self.reduce_on_plateau is None:
-            self.reduce_on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
+            object.__setattr__(self, "reduce_on_plateau", isinstance(self.scheduler, ReduceLROnPlateau))
 
 
 def parse(configured: Any) -> tuple[dict[str, Optimizer], list[SchedulerConfig]]:
@@ -51,7 +51,7 @@ def parse(configured: Any) -> tuple[dict[str, Optimizer], list[SchedulerConfig]]
         optimizers, schedulers = configured
         schedulers = schedulers if isinstance(schedulers, (list, tuple)) else [schedulers]
         return {str(i): _optimizer(o) for i, o in enumerate(optimizers)}, [
-            _scheduler(s, None) for s in schedulers if s is not None
+            scheduler_of(s, None) for s in schedulers if s is not None
         ]
     elif isinstance(configured, (list, tuple)):
         named = {}
@@ -69,7 +69,7 @@ def parse(configured: Any) -> tuple[dict[str, Optimizer], list[SchedulerConfig]]
                 )
             optimizers[name] = _optimizer(item["optimizer"])
             if item.get("lr_scheduler") is not None:
-                schedulers.append(_scheduler(item["lr_scheduler"], item.get("monitor")))
+                schedulers.append(scheduler_of(item["lr_scheduler"], item.get("monitor")))
         else:
             optimizers[name] = _optimizer(item)
     return optimizers, schedulers
@@ -84,7 +84,8 @@ def _optimizer(value: Any) -> Optimizer:
     return value
 
 
-def _scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
+def scheduler_of(value: Any, monitor: str | None = None) -> SchedulerConfig:
+    """From a scheduler, or a dict of it with when it steps."""
     if isinstance(value, Mapping):
         if "scheduler" not in value:
             raise ValueError(

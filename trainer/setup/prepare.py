@@ -104,7 +104,10 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         snapshot.load_extra(run, checkpoint)
     run.trainable_at_start = resume.trainability(module)
     run.wrapped = strategy.setup_module(module)
-    closing, unowned = _set_up_optimizers(run, module)
+    with without_collector():  # the first optimizer of a process imports torch's compiler
+        named, schedulers = optimizers.parse(module.configure_optimizers())
+    run.assigned, strategy.of_run = False, run.trainer
+    closing, unowned = set_up_optimizers(run, module, named, schedulers)
     run.parameter_states = _parameter_states(run, module)
     run.had_parameter_states = bool(run.parameter_states)
     run.metrics = MetricStore(module, exact=run.shares is not None or strategy.capabilities.local_steps)
@@ -122,7 +125,6 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
 
     training_step = training_step_of(module)
     transfer = transfer_of(module, run.datamodule, strategy.to_device, strategy.topology.device)
-    steps_itself = overrides(module, "optimizer_step", Module)
     return FitLoop(
         train_loader=loader,
         limit=limit,
@@ -130,17 +132,14 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         val_loaders=val_loaders,
         val_every=validation_interval(run, num_batches) if val_loaders else None,
         check_val_every_n_epoch=run.arguments.check_val_every_n_epoch or 1,
-        training_step=training_step,
         transfer=strategy.to_device if transfer is None else lambda batch: transfer(batch, 0),
+        training_step=training_step,
         clip=_clip(run, module),
-        own_step=own_step(run, module, training_step, closing),
-        parameters=_parameters_by_optimizer(run, module),
         before_backward=all_of(run.hooks.on_before_backward),
         after_backward=in_phase(AFTER_BACKWARD, all_of(run.hooks.on_after_backward)),
-        reevaluates=steps_itself or bool(closing),
         counts_manually=not module.automatic_optimization and loader.may_filter,
         reload=reload,
-        guards=Guards(run, module, module.automatic_optimization and not steps_itself, unowned),
+        **of_optimizers(run, module, training_step, closing, unowned),
     )
 
 
@@ -270,11 +269,11 @@ def _val_loaders(run: RunState, module: Module, sources: Sources, training: Any)
     return evaluation_loaders(run, given, "val", overfit)
 
 
-def _set_up_optimizers(run: RunState, module: Module) -> tuple[set[str], list[str]]:
-    """Build, check and set up optimizers and schedulers; return the names of those that need a closure, and of the
-    trainable parameters that none of them steps."""
-    with without_collector():  # the first optimizer of a process imports torch's compiler
-        named, schedulers = optimizers.parse(module.configure_optimizers())
+def set_up_optimizers(
+    run: RunState, module: Module, named: dict[str, Optimizer], schedulers: list[SchedulerConfig]
+) -> tuple[set[str], list[str]]:
+    """Check and set up optimizers and schedulers; return the names of those that need a closure, and of the trainable
+    parameters that none of them steps."""
     if module.automatic_optimization and not named:
         raise ValueError(
             f"{type(module).__name__}.configure_optimizers returned no optimizer; return one, or set "
@@ -284,14 +283,27 @@ def _set_up_optimizers(run: RunState, module: Module) -> tuple[set[str], list[st
     if not run.strategy.capabilities.synchronous:
         _refuse_monitor_in_step(run, schedulers)
     unowned = check_ownership(module, named) if module.automatic_optimization else []
-    run.configured = resume.configured(named, schedulers)
-    if run.resumed is not None:
+    run.configured = resume.configured(named, schedulers, run.assigned)
+    if run.resumed is not None and not resume.waits(run.resumed.state):
         snapshot.check_configured(run, run.resumed)
     closing = {name for name, optimizer in named.items() if module.automatic_optimization and needs_closure(optimizer)}
     run.optimizers, run.schedulers = run.strategy.setup_optimizers(run.wrapped, named), schedulers
     handle = AutomaticOptimizer if module.automatic_optimization else ManualOptimizer
     run.user_optimizers = [handle(optimizer, run) for optimizer in run.optimizers.values()]
     return closing, unowned
+
+
+def of_optimizers(
+    run: RunState, module: Module, training_step: Callable[[Any, int], Any], closing: set[str], unowned: list[str]
+) -> dict[str, Any]:
+    """What of a `FitLoop` follows the optimizers."""
+    steps_itself = overrides(module, "optimizer_step", Module)
+    return {
+        "own_step": own_step(run, module, training_step, closing),
+        "parameters": _parameters_by_optimizer(run, module),
+        "reevaluates": steps_itself or bool(closing),
+        "guards": Guards(run, module, module.automatic_optimization and not steps_itself, unowned),
+    }
 
 
 def _parameter_states(run: RunState, module: Module) -> dict[str, ParameterState]:
@@ -322,9 +334,9 @@ def _check_schedulers(module: Module, named: dict[str, Optimizer], schedulers: l
         driven = getattr(config.scheduler, "optimizer", None)
         if isinstance(driven, Optimizer) and not any(driven is optimizer for optimizer in named.values()):
             raise ValueError(
-                f"{kind} drives a {type(driven).__name__} that {name}.configure_optimizers "
-                "did not return, so its rates would change nothing; build the scheduler on an optimizer that is "
-                "returned"
+                f"{kind} drives a {type(driven).__name__} that {name}.configure_optimizers did not return, or that "
+                "another one has replaced, so its rates would change nothing; build the scheduler on an optimizer of "
+                "the run"
             )
 
 

@@ -25,9 +25,13 @@ _MOVING = ("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step"
 """What a scheduler of torch counts, and no option of it."""
 
 
-def configured(optimizers: Mapping[str, Optimizer], schedulers: Sequence[SchedulerConfig]) -> dict[str, Any]:
-    """What `configure_optimizers` returned, as JSON data: classes and initial values, as the code gives them."""
+def configured(
+    optimizers: Mapping[str, Optimizer], schedulers: Sequence[SchedulerConfig], assigned: bool = False
+) -> dict[str, Any]:
+    """What `configure_optimizers` returned, or a hook has `assigned`, as JSON data: classes and initial values, as the
+    code gives them."""
     return {
+        "assigned": assigned,
         "optimizers": {
             name: {
                 "class": type(optimizer).__name__,
@@ -45,6 +49,12 @@ def configured(optimizers: Mapping[str, Optimizer], schedulers: Sequence[Schedul
             for config in schedulers
         ],
     }
+
+
+def waits(state: Mapping[str, Any]) -> bool:
+    """Whether the optimizers of a checkpoint are those that a hook assigns as a run starts."""
+    saved = state.get("configured")
+    return isinstance(saved, dict) and saved.get("assigned") is True
 
 
 def check_virtual_ranks(path: Any, saved: int, now: int) -> None:

@@ -1,0 +1,108 @@
+"""Optimizers and schedulers that a hook puts in the place of those of `configure_optimizers` as a run starts.
+
+They stand for what `configure_optimizers` returned: the code of a resumed run has to assign them again, and they then
+continue with what was saved. Assigned later in a run they could not, so there their options and state may be changed.
+"""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep.trainer.checkpoint import snapshot
+from lockstep.trainer.run.hooks import is_users
+from lockstep.trainer.setup import prepare, resume
+from lockstep.trainer.setup.optimizers import SchedulerConfig, scheduler_of
+
+if TYPE_CHECKING:
+    from lockstep.trainer.module import Module
+    from lockstep.trainer.run.hooks import Calls
+    from lockstep.trainer.run.state import RunState
+    from lockstep.trainer.setup.prepare import FitLoop
+
+
+def assign(run: RunState, name: str, value: Any) -> None:
+    """`trainer.optimizers = …` or `trainer.lr_scheduler_configs = …`: others than there are in `on_fit_start` and
+    `on_train_start` only. Every rank calls it."""
+    given = list(value) if isinstance(value, list | tuple) else [value]
+    if name == "optimizers":
+        held = list(run.optimizers.values())
+        given = [item if isinstance(item, Optimizer) else getattr(item, "optimizer", item) for item in given]
+        instead = "change their param_groups, or forget their state with optimizer.state.clear()"
+    else:
+        held, instead = run.schedulers, "change the options of module.lr_schedulers()"
+    if len(given) == len(held) and all(map(operator.is_, given, held)):
+        return
+    _check(run, name, instead)
+    if name == "optimizers":
+        for item in given:
+            if not isinstance(item, Optimizer):
+                raise TypeError(
+                    f"trainer.optimizers takes a list of optimizers, but it was given {type(item).__name__}"
+                )
+        names = run.optimizers if len(given) == len(held) else map(str, range(len(given)))
+        run.optimizers = dict(zip(names, given, strict=True))
+    else:
+        run.schedulers = [item if isinstance(item, SchedulerConfig) else scheduler_of(_plain(item)) for item in given]
+    run.assigned = True
+
+
+def call(run: RunState, module: Module, loop: FitLoop, hooks: Calls, last: bool = False) -> None:
+    """Call hooks of the start, and set up what they have assigned. Every rank calls it; after the `last` ones a resumed
+    run continues with what was saved of it.
+
+    Raises ValueError if ranks assign other optimizers, or a scheduler drives one that is not the run's.
+    """
+    run.may_assign, held = True, (run.optimizers, run.schedulers)
+    try:
+        for hook in hooks:
+            hook()
+    finally:
+        run.may_assign = False
+    if any(map(is_users, hooks)) and run.world_size > 1:
+        _compare(run)
+    if run.optimizers is not held[0] or run.schedulers is not held[1]:
+        for handle in run.user_optimizers:
+            handle.close()
+        found = prepare.set_up_optimizers(run, module, run.optimizers, run.schedulers)
+        run.strategy.adopt_changes(run.wrapped)
+        for name, part in prepare.of_optimizers(run, module, loop.training_step, *found).items():
+            setattr(loop, name, part)
+    if last and run.resumed is not None and (run.assigned or resume.waits(run.resumed.state)):
+        snapshot.check_configured(run, run.resumed)
+        snapshot.restore_optimizers(run, run.resumed)
+
+
+def _plain(config: Any) -> Any:
+    """A dict of Lightning's `LRSchedulerConfig`, in which a flag that is off says nothing."""
+    if not is_dataclass(config):
+        return config
+    return {name: value for name, value in vars(config).items() if value is not False or name != "reduce_on_plateau"}
+
+
+def _check(run: RunState, name: str, instead: str) -> None:
+    if not run.may_assign:
+        raise AttributeError(
+            f"trainer.{name} can be set in on_fit_start and on_train_start, as a run that is resumed later could not "
+            f"tell when else they changed; return them from configure_optimizers, and during a run {instead}"
+        )
+    can = run.strategy.capabilities
+    refused = can.refuses.get("assigned_optimizers")
+    if not can.synchronous or can.local_steps:
+        refused = f"{run.strategy.name} steps them for several learners or clients"
+    if refused is not None:
+        raise AttributeError(f"trainer.{name} was set, but {refused}; return them from configure_optimizers")
+
+
+def _compare(run: RunState) -> None:
+    digest = zlib.crc32(repr(resume.configured(run.optimizers, run.schedulers, run.assigned)).encode())
+    if len(set(run.strategy.all_gather(torch.tensor(digest)).flatten().tolist())) > 1:
+        raise ValueError(
+            "ranks have other optimizers after on_fit_start and on_train_start; set trainer.optimizers on every rank "
+            "alike"
+        )
