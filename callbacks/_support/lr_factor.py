@@ -9,7 +9,7 @@ Factors of several callbacks multiply.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -47,9 +47,8 @@ def add_lr_factor(optimizer: Optimizer, factor: Callable[[], float]) -> Callable
     """
     scaled = _scaled.get(optimizer)
     if scaled is None:
-        scaled = _scaled[optimizer] = _Scaled()
-        optimizer.register_step_pre_hook(scaled.multiply)
-        optimizer.register_step_post_hook(scaled.restore)
+        scaled = _Scaled()
+        scaled.attach(optimizer)
     scaled.factors.append(factor)
 
     def remove() -> None:
@@ -57,6 +56,16 @@ def add_lr_factor(optimizer: Optimizer, factor: Callable[[], float]) -> Callable
         scaled.factors.remove(factor)
 
     return remove
+
+
+def share_lr_factors(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
+    """Let `others`, which take the place of `optimizer`, have its factors, until these end."""
+    scaled = _scaled.get(optimizer)
+    if scaled is None:
+        return
+    for other in others:
+        if other not in _scaled:
+            scaled.attach(other)
 
 
 def lr_factor(optimizer: Optimizer) -> float:
@@ -71,6 +80,11 @@ class _Scaled:
     def __init__(self) -> None:
         self.factors: list[Callable[[], float]] = []
         self.unscaled: list[tuple[dict[str, Any], float | Tensor]] = []
+
+    def attach(self, optimizer: Optimizer) -> None:
+        _scaled[optimizer] = self
+        optimizer.register_step_pre_hook(self.multiply)
+        optimizer.register_step_post_hook(self.restore)
 
     def product(self) -> float:
         return math.prod((factor() for factor in self.factors), start=1.0)

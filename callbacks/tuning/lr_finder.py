@@ -144,9 +144,6 @@ class RisingRate(Callback):
                 f"LRFinder needs the loss of all ranks in each step, but those of {trainer.strategy.name} do "
                 "not meet in every step; search with strategy='ddp'"
             )
-        for i, optimizer in enumerate(trainer.optimizers):
-            first = float(optimizer.param_groups[0]["lr"]) or 1.0
-            self._shares[i] = [float(group["lr"]) / first for group in optimizer.param_groups]
 
     def on_before_backward(self, trainer: Trainer, module: Module, loss: Tensor) -> None:
         self.log("lr_find/loss", loss.detach(), on_step=True, on_epoch=False)
@@ -154,6 +151,9 @@ class RisingRate(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
         rate = self.finder.rate_at(trainer.global_step)
         index = next(i for i, item in enumerate(trainer.optimizers) if item is optimizer)
+        if index not in self._shares:
+            first = float(optimizer.param_groups[0]["lr"]) or 1.0
+            self._shares[index] = [float(group["lr"]) / first for group in optimizer.param_groups]
         for group, share in zip(optimizer.param_groups, self._shares[index], strict=True):
             group["lr"] = group["lr"].fill_(rate * share) if isinstance(group["lr"], torch.Tensor) else rate * share
 

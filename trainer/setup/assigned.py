@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from lockstep.callbacks._support.lr_factor import share_lr_factors
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.run.hooks import is_users
 from lockstep.trainer.setup import prepare, resume
@@ -70,6 +71,8 @@ def call(run: RunState, module: Module, loop: FitLoop, hooks: Calls, last: bool 
         for handle in run.user_optimizers:
             handle.close()
         found = prepare.set_up_optimizers(run, module, run.optimizers, run.schedulers)
+        for replaced in held[0].values():
+            share_lr_factors(replaced, run.optimizers.values())
         run.strategy.adopt_changes(run.wrapped)
         for name, part in prepare.of_optimizers(run, module, loop.training_step, *found).items():
             setattr(loop, name, part)

@@ -13,7 +13,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from lockstep import CheckpointError
-from lockstep.callbacks import Callback
+from lockstep.callbacks import Callback, LRFinder, LRScaling, LRWarmup
 from lockstep.trainer.lightning.types import LRSchedulerConfig
 from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
 
@@ -169,6 +169,25 @@ class Rates(Callback):
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def test_a_warmup_holds_for_what_is_assigned() -> None:
+    trained = []
+    for hook in ("configure_optimizers", *HOOKS):
+        module, warmups = assigns(hook), [LRWarmup(steps=5), LRScaling(32)]
+        quiet(callbacks=warmups, max_epochs=2, accelerator="cpu", devices=1).fit(module, loader())
+        trained.append(weights(module))
+    assert equal(trained[1], trained[0]) and equal(trained[2], trained[0])
+
+
+def test_a_search_of_the_rate_raises_that_of_what_is_assigned() -> None:
+    found = []
+    for hook in ("configure_optimizers", *HOOKS):
+        finder = LRFinder(num_training_steps=20, update_attr=False)
+        quiet(callbacks=[finder], accelerator="cpu", devices=1).fit(assigns(hook), loader())
+        assert finder.result is not None
+        found.append((finder.result.lrs, finder.result.losses))
+    assert found[1] == found[0] == found[2]
 
 
 def test_an_optimizer_that_calls_its_closure_may_be_assigned() -> None:
