@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lockstep.strategies.sync.collective_fingerprint import refusing
+
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
 
@@ -25,7 +27,20 @@ def all_gather(run: RunState, data: Any) -> Any:
     if isinstance(data, (list, tuple)):
         gathered = [all_gather(run, value) for value in data]
         return type(data)(*gathered) if hasattr(data, "_fields") else type(data)(gathered)
-    return run.strategy.all_gather(data if isinstance(data, Tensor) else torch.tensor(data))
+    topology = run.strategy.topology
+    with refusing(None):
+        stacked = run.strategy.all_gather(data if isinstance(data, Tensor) else torch.tensor(data))
+        return stacked if topology.data_size == topology.world_size else stacked[_with_other_samples(run)]
+
+
+def _with_other_samples(run: RunState) -> list[int]:
+    """The ranks of whose samples the global batch consists: of those that share samples the one that reports."""
+    if run.reporting_ranks is None:
+        topology = run.strategy.topology
+        mine = topology.data_rank if topology.is_reporting_rank else -1
+        places = run.strategy.all_gather(torch.tensor(mine, device=topology.device)).tolist()
+        run.reporting_ranks = [places.index(number) for number in range(topology.data_size)]
+    return run.reporting_ranks
 
 
 def sum_over_ranks(run: RunState, value: Tensor | float) -> Tensor:
@@ -34,7 +49,8 @@ def sum_over_ranks(run: RunState, value: Tensor | float) -> Tensor:
     topology = run.strategy.topology
     value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, device=topology.device)
     counts = topology.is_reporting_rank and not run.metrics.is_padding
-    return run.strategy.all_reduce(value if counts else torch.zeros_like(value), "sum")
+    with refusing(None):
+        return run.strategy.all_reduce(value if counts else torch.zeros_like(value), "sum")
 
 
 def _refuse_parts(run: RunState, call: str) -> None:

@@ -300,9 +300,9 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
         self.train(True)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack each tensor of `data` over ranks: shape `[world_size, …]`. Every rank calls it; no gradient flows.
+        """Stack each tensor of `data` over ranks: shape `[data_size, …]`. Every rank calls it; no gradient flows.
 
-        Raises RuntimeError in a step for which a rank has no samples, as at the end of an uneven epoch.
+        Of ranks that share samples one counts. Raises RuntimeError where a rank has no samples, as in an uneven epoch.
         """
         from lockstep.trainer import collectives
 

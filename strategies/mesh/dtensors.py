@@ -80,8 +80,12 @@ def settle(parameters: Iterable[Tensor]) -> None:
     sequence are."""
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
-            parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        if not isinstance(gradient, DTensor):
+            continue
+        if not isinstance(parameter, DTensor):  # the plan leaves it whole
+            parameter.grad = gradient.full_tensor()
+        elif gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def by_mesh(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -15,6 +15,7 @@ from lockstep.strategies.data.batch_slices import cut, has_rows
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import MicroBatch
 from lockstep.strategies.launch.rng import seed_streams
+from lockstep.strategies.sync.collective_fingerprint import refusing
 
 
 @dataclass(slots=True)
@@ -37,6 +38,9 @@ class Tally:
     """What the step returned for each part of the running micro-batch, and its number of samples."""
 
 
+_PARTS = "a pipeline runs a step in parts, on each stage another one; call it in a hook, or use another strategy"
+
+
 @dataclass(slots=True)
 class Feed:
     """One run of a schedule: parts of equal size, and what to do with them."""
@@ -54,7 +58,8 @@ class Feed:
     def step(self, index: int) -> Any:
         """The user's step on a part, from random streams that begin alike on all stages."""
         seed_streams(mix(self.noise, index, 0))
-        return self.step_fn(self.parts[index].batch, self.batch_idx)
+        with refusing(_PARTS, every=True):
+            return self.step_fn(self.parts[index].batch, self.batch_idx)
 
     def prepare(self, index: int) -> None:
         """Called before a stage of this rank runs a part."""

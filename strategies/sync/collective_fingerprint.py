@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +23,24 @@ _EQUAL_SIZES = (
     "reduce_scatter_single"
 ).split()
 """Calls whose tensors have the same numbers of elements on all ranks."""
+_STACK = ("allgather", "_allgather_base", "all_gather_single", "allgather_coalesced")
 _OTHERS = ["gather", "scatter", "alltoall", "alltoall_base", "all_to_all_single", "barrier"]
+
+
+_refused: tuple[str | None, bool] = (None, False)
+"""Why calls are refused now, and whether all of them are."""
+
+
+@contextmanager
+def refusing(why: str | None, every: bool = False) -> Iterator[None]:
+    """While it lasts RuntimeError(`why`) is raised for calls in the default process group that add or stack what all
+    ranks have, or for `every` one; with None they may be called."""
+    global _refused
+    before, _refused = _refused, (why, every)
+    try:
+        yield
+    finally:
+        _refused = before
 
 
 class Calls:
@@ -54,6 +72,9 @@ class Calls:
         reduction = getattr(options, "reduceOp", None)
         if reduction is not None:
             parts.append(reduction.op.name)
+        why, every = _refused
+        if why is not None and (every or name in _STACK or parts[1:] == ["SUM"]):
+            raise RuntimeError(f"{parts[0]} of torch.distributed was called in a step, but {why}")
         if name in _EQUAL_SIZES:
             given = arguments[-1]
             for tensor in [given] if isinstance(given, Tensor) else tree_leaves(given):

@@ -119,6 +119,9 @@ class RunState:
     shares: Shares | None = None
     """What this rank switches from share to share, with `virtual_ranks`."""
 
+    reporting_ranks: list[int] | None = None
+    """By data rank the rank that reports, once somebody has asked."""
+
     # ---- data and optimizers -------------------------------------------------------------------------
     train_dataloader: Any = None
     given_loaders: dict[str, Any] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.overrides import TorchFunctionMode
 
 from lockstep.strategies.mesh.tensor_plan.linear import in_features, is_linear, is_transposed, shard_transposed
+from lockstep.strategies.sync.collective_fingerprint import refusing
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 
@@ -284,7 +285,8 @@ class Replicated(ParallelStyle):
         ramp = torch.arange(1, x.numel() + 1, dtype=x.dtype, device=x.device)
         mine = torch.stack([x.abs().sum(), (x * ramp).sum()])
         everywhere = [torch.empty_like(mine) for _ in range(mesh.size())]
-        dist.all_gather(everywhere, mine, group=mesh.get_group())
+        with refusing(None):
+            dist.all_gather(everywhere, mine, group=mesh.get_group())
         if not torch.stack(everywhere).any():
             return False
         if mesh.size() > 1 and dist.get_backend() != "fake" and all(torch.equal(mine, other) for other in everywhere):

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from lockstep import Module
 from tests.strategies.mesh.perceptrons import STRATEGIES, Blocks, Perceptron, exact, labeled
@@ -123,3 +125,23 @@ class PenaltyAsNumber(PenaltyInValidation):
 def test_a_sum_of_sharded_weights_and_own_values_is_refused_in_a_step(make: Callable[[], Module]) -> None:
     with pytest.raises(RuntimeError, match="a sum over weights that are sharded over ranks, to which values of this"):
         fit("fsdp", 2, make(), labeled(), max_epochs=1)
+
+
+class LearnedInnerRate(Perceptron):
+    """A step of gradient descent within the step, whose rate is a parameter of the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.tensor(0.1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        before = dict(self.net.named_parameters())
+        first = F.cross_entropy(torch.func.functional_call(self.net, before, (x,)), y)
+        gradients = torch.autograd.grad(first, list(before.values()), create_graph=True)
+        after = {name: p - self.rate * gradient for (name, p), gradient in zip(before.items(), gradients, strict=True)}
+        return F.cross_entropy(torch.func.functional_call(self.net, after, (x,)), y)
+
+
+def test_a_plain_parameter_gets_a_whole_gradient_from_cut_ones() -> None:
+    exact("tensor", 2, LearnedInnerRate)

@@ -142,7 +142,7 @@ def test_other_forms_and_dropout_follow_one_process() -> None:
 def test_ranks_that_share_samples_share_noise_and_others_do_not() -> None:
     class Noisy(Text):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            drawn = self.all_gather(torch.rand(1)).flatten().tolist()
+            drawn = self.trainer.strategy.all_gather(torch.rand(1)).flatten().tolist()
             assert drawn[0] == drawn[1] and drawn[2] == drawn[3] and drawn[0] != drawn[2]
 
     fit(MeshParallel("ddp=2,tensor=2"), "auto", seeded(Noisy, network=Other), text(8), max_epochs=1)

@@ -35,7 +35,7 @@ class Noisy(Module):
         return (self.net(batch[0] + noise) - noise).pow(2).mean()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        given = self.all_gather(self.given[0])
+        given = self.trainer.strategy.all_gather(self.given[0])
         assert (given == given[0]).all(), "all stages draw the same before the net"
 
     def configure_optimizers(self) -> Any:

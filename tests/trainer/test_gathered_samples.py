@@ -1,0 +1,100 @@
+"""What a step gathers or adds over ranks, of which some share samples: each sample counts once, or it is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from lockstep import Module
+from tests.trainer.toy import Net, distance, loader, quiet, weights
+
+RANKS = {"ddp": 2, "fsdp": 2, "tensor": 2, "pipeline": 2, "fsdp=2,tensor=2": 4, "ddp=2,tensor=2": 4}
+HOW = ["self.all_gather", "self.sum_over_ranks", "the maximum"]
+
+
+class Centred(Module):
+    """Subtracts a mean of what was computed for all samples so far, kept in a buffer."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.how = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), how
+        self.register_buffer("total", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(()))
+
+    def statistics(self, values: Tensor) -> tuple[Tensor, Any]:
+        if self.how == "self.all_gather":
+            gathered = self.all_gather(values).flatten(0, 1)
+            return gathered.sum(0), len(gathered)
+        if self.how == "self.sum_over_ranks":
+            return self.sum_over_ranks(values.sum(0)), self.sum_over_ranks(len(values))
+        if self.how == "the maximum":
+            return self.trainer.strategy.all_reduce(values.amax(0), "max"), 1
+        if self.how == "strategy.all_reduce":
+            return self.trainer.strategy.all_reduce(values.sum(0)), 1
+        everywhere = [torch.empty_like(values) for _ in range(self.trainer.world_size)]
+        dist.all_gather(everywhere, values)
+        return torch.stack(everywhere).sum((0, 1)), 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self.net(batch[0])
+        total, count = self.statistics(output.detach())
+        self.total += total
+        self.count += count
+        return (output - self.total / self.count).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.1)
+
+
+def trained(how: str, strategy: str) -> list[Tensor]:
+    module, devices = Centred(how), RANKS.get(strategy, 1)
+    different = {"tensor": 1, "pipeline": 1, "single": 1}.get(strategy, 2)
+    options = {"strategy": strategy, "devices": devices, "accelerator": "cpu", "precision": "64-true"}
+    quiet(**options).fit(module, loader(32, 8 // different))
+    return [*weights(module), module.total, module.count]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    "strategy",
+    ["tensor", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", *[*RANKS][-2:]))],
+)
+def test_each_sample_counts_once(strategy: str, how: str) -> None:
+    assert distance(trained(how, strategy), trained(how, "single")) < 1e-12
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", ["strategy.all_reduce", "torch.distributed"])
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ("tensor", "2 ranks each share samples, .* use self.sum_over_ranks"),
+        ("pipeline", "a pipeline runs a step in parts"),
+    ],
+)
+def test_own_collectives_that_would_count_them_twice_are_refused(strategy: str, why: str, how: str) -> None:
+    with pytest.raises(RuntimeError, match=f"of torch.distributed was called in a step, but {why}"):
+        trained(how, strategy)
+
+
+class Gathers(Net):
+    """Gathers in a hook, where stages of a pipeline meet too."""
+
+    def on_train_epoch_end(self) -> None:
+        topology = self.trainer.strategy.topology
+        gathered = self.all_gather({"rank": torch.tensor(self.global_rank), "two": (1.0, [2])})
+        assert gathered["rank"].tolist() == ([1] if topology.world_size == 2 else [0, 2])
+        assert gathered["two"][0].shape == (topology.data_size,)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["pipeline", pytest.param("ddp=2,tensor=2", marks=pytest.mark.slow)])
+def test_the_rank_that_reports_stands_for_those_that_share_its_samples(strategy: str) -> None:
+    quiet(strategy=strategy, devices=RANKS[strategy], accelerator="cpu").fit(Gathers(), loader(16, 4))
