@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -107,8 +108,7 @@ _SHARED = (dist.ProcessGroup, torch.device, types.ModuleType)
 def duplicate(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """A deep copy without hooks, and without what replaces `step` on the object. `copy.deepcopy` of an optimizer omits
     its attributes."""
-    own = optimizer.__dict__.get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+    if steps_by_own_code(optimizer):
         raise UnknownOptimizer("its step is replaced on the object")
     found = Contents(optimizer).optimizers
     empties = [object.__new__(type(each)) for each in found]
@@ -122,6 +122,14 @@ def duplicate(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     return empties[0]
 
 
+def steps_by_own_code(optimizer: Optimizer) -> bool:
+    """Whether its `step` is replaced on the object, by more than what a scheduler puts around the step of the class."""
+    own = optimizer.__dict__.get("step")
+    if own is None:
+        return False
+    return not hasattr(own, "_wrapped_by_lr_sched") or getattr(own, "__wrapped__", None) is not type(optimizer).step
+
+
 def plain_step(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
     return _step_of(optimizer)(optimizer)
 
@@ -133,7 +141,18 @@ def closure_step(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
 def _step_of(optimizer: Optimizer) -> Callable[..., Any]:
     """The class's `step`, without hooks that are registered for all optimizers."""
     step = type(optimizer).step
-    return step.__wrapped__ if hasattr(step, "hooked") else step  # type: ignore[attr-defined]
+    is_torchs = step.__code__.co_filename.startswith(_OF_TORCH)  # a wrapper of the user's takes `hooked` over too
+    return step.__wrapped__ if hasattr(step, "hooked") and is_torchs else step  # type: ignore[attr-defined]
+
+
+_OF_TORCH = os.path.dirname(torch.optim.__file__) + os.sep
+
+
+def is_of_torch(function: Any) -> bool:
+    """Whether torch.optim wrote it and all that it wraps. A wrapper takes the name and module of what it wraps, but
+    not its file."""
+    code, wrapped = getattr(function, "__code__", None), getattr(function, "__wrapped__", None)
+    return code is not None and code.co_filename.startswith(_OF_TORCH) and (wrapped is None or is_of_torch(wrapped))
 
 
 def make_it_move(group: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ pieces. What moves that should not have moved says what the optimizer checks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
@@ -21,7 +22,9 @@ from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.optimizers.copies import (
     UnknownOptimizer,
     closure_step,
+    is_of_torch,
     plain_step,
+    steps_by_own_code,
 )
 from lockstep.strategies.optimizers.trials import Trial, Trials, equal, real
 
@@ -73,14 +76,22 @@ PLAIN = Finding("elementwise", "", flattens=True)
 
 def is_plain(optimizer: Optimizer) -> bool:
     """Whether it is torch's SGD, Adam or AdamW with numbers as options: its code is known, so it need not be tried."""
-    own = optimizer.__dict__.get("step")
+    kind = type(optimizer)
     return (
-        type(optimizer) in (SGD, Adam, AdamW)
-        and type(optimizer).step.__module__.startswith("torch.optim.")
+        kind in (SGD, Adam, AdamW)
+        and not steps_by_own_code(optimizer)
+        and all(map(is_of_torch, (optimizer.step, *_functions_of(kind))))
         and {name for name in optimizer.__dict__ if name[0] != "_"} <= {"defaults", "param_groups", "state", "step"}
-        and (own is None or hasattr(own, "_wrapped_by_lr_sched"))
+        and not any(callable(getattr(kind, name, None)) for name in optimizer.__dict__ if name != "step")
         and all(_is_plain(name, group[name]) for group in optimizer.param_groups for name in optimizer.defaults)
     )
+
+
+def _functions_of(kind: type[Optimizer]) -> list[Any]:
+    """What the `step` of `kind` calls, by the names that a patch would replace."""
+    base = Adam if kind is AdamW else kind
+    module, name = vars(sys.modules[base.__module__]), base.__name__.lower()
+    return [vars(kind).get("_init_group", vars(base)["_init_group"]), module[name], module[f"_single_tensor_{name}"]]
 
 
 def _is_plain(name: str, value: Any) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Muon, Optimizer, RMSprop, SparseAdam
+from torch.optim import sgd as sgd_module
 from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep.strategies.optimizers.probe import PLAIN, is_plain, probe
@@ -298,3 +301,52 @@ def test_what_is_not_torchs_own_is_tried(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not is_plain(on_object)
     monkeypatch.setattr(SGD, "step", Scaled.step)
     assert not is_plain(SGD(parameters, 0.1)) and probe(SGD(parameters, 0.1)).kind == "whole_tensor"
+
+
+def by_norm_of_all(optimizer: Optimizer, gradients: list[Tensor]) -> list[Tensor]:
+    norm = torch.stack([g.norm() for g in gradients]).norm()
+    return [g / norm for g in gradients]
+
+
+def test_a_step_of_its_own_below_a_schedule_is_not_torchs() -> None:
+    optimizer = SGD(model().parameters(), 0.1)
+
+    def step(self: SGD, closure: Any = None) -> Any:
+        return type(self).step(self, closure)
+
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign, assignment]
+    LambdaLR(optimizer, lambda step: 1.0)
+    assert not is_plain(optimizer) and "replaced on the object" in probe(optimizer).reason
+
+
+def test_a_patch_that_takes_the_name_of_what_it_wraps_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = list(model().parameters())
+    SGD(parameters, 0.1)  # torch itself wraps the class's step in the first one
+    whole = SGD.step
+
+    @functools.wraps(whole)
+    @torch.no_grad()
+    def step(self: SGD, closure: Any = None) -> Any:
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p, gradient in zip(held, by_norm_of_all(self, [p.grad for p in held]), strict=True):
+            p.grad = gradient
+        return whole(self, closure)
+
+    monkeypatch.setattr(SGD, "step", step)
+    optimizer = SGD(parameters, 0.1)
+    assert not is_plain(optimizer) and probe(optimizer).kind == "coupled"
+
+
+def test_a_patch_of_what_torchs_step_calls_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = SGD(model().parameters(), 0.1)
+    update = sgd_module.sgd
+
+    def patched(params: list[Tensor], gradients: list[Tensor], *args: Any, **options: Any) -> Any:
+        return update(params, by_norm_of_all(optimizer, gradients), *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sgd_module, "sgd", patched)
+        assert not is_plain(optimizer) and probe(optimizer).kind == "coupled"
+    assert is_plain(optimizer)
+    optimizer._init_group = lambda *args: SGD._init_group(optimizer, *args)  # type: ignore[attr-defined, method-assign]
+    assert not is_plain(optimizer) and probe(optimizer).kind == "unknown"
