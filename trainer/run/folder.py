@@ -183,9 +183,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     Its "exit" is "running" only while the process lives that writes, where the file system has locks, else "killed".
     """
     found = _load(folder)
-    return (
-        found | {"exit": _KILLED} if found.get("exit") == _RUNNING and not _is_written(folder / "run.lock") else found
-    )
+    return found | {"exit": _KILLED} if found.get("exit") == _RUNNING and not is_written(folder / "run.lock") else found
 
 
 def _load(folder: Path) -> dict[str, Any]:
@@ -196,12 +194,15 @@ def _load(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _is_written(lock: Path) -> bool:
+def is_written(lock: Path) -> bool:
+    """Whether a run holds this lock, or nobody can tell."""
     try:
         if _identity(os.stat(lock)) in _held:
             return True
         with open(lock, "rb", buffering=0) as file:
             return holder(file.fileno()) is not None
+    except FileNotFoundError:
+        return False
     except OSError:  # nobody can tell
         return True
 

@@ -213,8 +213,10 @@ def _report(run: RunState, stage: str, caught: BaseException) -> BaseException:
     locked = run.folder is not None
     _end(run, "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed", error)
     if run.is_global_zero:
-        for folder in {run.log_dir, *(logger.run_dir for logger in run.loggers)} - {None}:
-            if start.remove_unused(run, str(folder), locked):  # else it holds what this Trainer has written before
+        own = run.log_dir
+        for folder in {own, *(logger.run_dir for logger in run.loggers)} - {None}:
+            removed = start.remove_unused(run, str(folder), locked and folder == own)
+            if removed and folder == own:  # else it holds what this Trainer has written before
                 run.log_dir = None
     return error
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Container
 from contextlib import suppress
 from functools import partial
@@ -15,7 +14,7 @@ from lockstep.trainer.checkpoint import snapshot, store
 from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from lockstep.trainer.run import publish
-from lockstep.trainer.run.folder import RunFolder
+from lockstep.trainer.run.folder import RunFolder, is_written
 
 if TYPE_CHECKING:
     from lockstep.callbacks.base import Logger
@@ -225,13 +224,16 @@ def _forsake(run: RunState, log_dir: str | None) -> None:
 
 def remove_unused(run: RunState, log_dir: str, locked: bool) -> bool:
     """Remove the folder of a run that has left nothing in it, and that of the module if no run is left. Returns whether
-    it did. `locked`: the lock in it was this run's."""
-    folder = Path(log_dir)
+    it did. `locked`: the lock in it was this run's. Whatever appears in it meanwhile stays."""
+    folder, lock = Path(log_dir), Path(log_dir) / "run.lock"
     with suppress(OSError):  # of another process, or gone
-        files = {path.name for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
-        if files - ({"run.lock"} if locked else set()):
+        held = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+        if folder.is_symlink() or held not in ([], [lock] if locked else []) or is_written(lock):
             return False
-        shutil.rmtree(folder)
+        for path in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
+            path.rmdir()
+        lock.unlink(missing_ok=True)
+        folder.rmdir()
         with suppress(OSError):  # it holds other runs
             if folder.parent == _default_place(run):
                 folder.parent.rmdir()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lockstep import DataModule, Module, Trainer
-from lockstep.callbacks import Callback, TensorBoardLogger
+from lockstep.callbacks import Callback, CSVLogger, TensorBoardLogger
 from lockstep.trainer.run.attributes import own_data, take_data
 from tests.trainer.toy import Net, loader, net, quiet
 
@@ -148,3 +148,56 @@ def test_a_run_that_fails_before_it_writes_anything_leaves_no_folder(devices: in
     with pytest.raises(ValueError, match="no optimizer"):
         quiet(**options, enable_checkpointing=True).fit(FailsToConfigure(), loader(8))
     assert [path.name for path in tmp_path.rglob("*")] == ["FailsToConfigure", "version_0", "run.lock"]
+
+
+class FailsLater(Net):
+    fails = False
+
+    def configure_optimizers(self) -> Any:
+        if self.fails:
+            raise ValueError("no optimizer")
+        return super().configure_optimizers()
+
+
+class WritesNothing(CSVLogger):
+    def log_metrics(self, *args: Any, **options: Any) -> None: ...
+
+    def log_hyperparams(self, *args: Any, **options: Any) -> None: ...
+
+    def finalize(self, status: str) -> None: ...
+
+
+def test_a_run_that_fails_leaves_the_folders_of_others(tmp_path: Path) -> None:
+    other = tmp_path / "b" / "n" / "version_0" / "run.lock"
+    other.parent.mkdir(parents=True)
+    other.touch()  # of another run, which has not written yet
+    loggers = [CSVLogger(tmp_path / name, name="n", version=0) for name in ("a", "b")]
+    with pytest.raises(ValueError, match="no optimizer"):
+        quiet(logger=loggers, accelerator="cpu", devices=1).fit(FailsToConfigure(), loader(8))
+    assert list(tmp_path.rglob("version_0/*")) == [other] and not list(tmp_path.glob("a/n/*"))
+
+
+def test_a_trainer_that_fails_keeps_the_folder_that_it_has_written(tmp_path: Path) -> None:
+    loggers = [CSVLogger(tmp_path / "a", name="n"), WritesNothing(tmp_path / "b", name="n")]
+    trainer, module = quiet(logger=loggers, accelerator="cpu", devices=1), FailsLater()
+    trainer.fit(module, loader(8))
+    (tmp_path / "b" / "n" / "version_0").mkdir(parents=True, exist_ok=True)
+    trainer.max_epochs, module.fails = 2, True
+    with pytest.raises(ValueError, match="no optimizer"):
+        trainer.fit(module, loader(8))
+    assert trainer.log_dir == str(tmp_path / "a" / "n" / "version_0")
+
+
+def test_what_another_run_writes_meanwhile_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rmdir = Path.rmdir
+
+    def late(path: Path) -> None:
+        if path.name == "version_0":
+            (path / "metrics.csv").write_text("1")
+        rmdir(path)
+
+    monkeypatch.setattr(Path, "rmdir", late)
+    logger = CSVLogger(tmp_path, name="n", version=0)
+    with pytest.raises(ValueError, match="no optimizer"):
+        quiet(logger=logger, accelerator="cpu", devices=1).fit(FailsToConfigure(), loader(8))
+    assert (tmp_path / "n" / "version_0" / "metrics.csv").exists()
