@@ -30,6 +30,7 @@ from lockstep.trainer.setup import frozen, resume
 
 if TYPE_CHECKING:
     from lockstep.callbacks._support.parameter_state import ParameterState
+    from lockstep.strategies.base import Strategy
     from lockstep.trainer.module import Module
     from lockstep.trainer.run.hooks import Calls
     from lockstep.trainer.run.state import RunState
@@ -168,15 +169,15 @@ def load_extra(run: RunState, checkpoint: Checkpoint) -> None:
         hook_content.check_unchanged(checkpoint, extra.weights)
 
 
-def weights_for(module: Any, checkpoint: Checkpoint) -> Reader:
-    """The weights to load into `module`, after its `on_load_checkpoint`, which may build layers in it and change them.
-    Every rank calls it before the model is wrapped."""
+def weights_for(module: Any, checkpoint: Checkpoint, strategy: Strategy | None = None) -> Reader:
+    """The weights to load into `module`, after its `on_load_checkpoint`, which may build layers in it and change them:
+    those of rank 0 of `strategy`, of which every rank calls it before the model is wrapped."""
     if "module" not in checkpoint.state:  # imported weights have none
         return checkpoint
     with refused(checkpoint.path):
         extra = _content(checkpoint)
         module.on_load_checkpoint(extra)
-        return hook_content.edited(checkpoint, extra.weights)
+        return hook_content.edited(checkpoint, extra.weights, strategy)
 
 
 def _content(checkpoint: Checkpoint) -> HookContent:

@@ -115,7 +115,7 @@ def run_stage(run: RunState, module: Module, sources: Sources, stage: str) -> An
         raise ValueError(f"{stage} needs data: give dataloaders, or a DataModule or Module with {kind}_dataloader")
     run.given_loaders[kind] = source
     loaders = evaluation_loaders(run, source, kind)
-    weights = None if run.resumed is None else weights_for(module, run.resumed)
+    weights = None if run.resumed is None else weights_for(module, run.resumed, run.strategy)
     run.wrapped = run.strategy.setup_module(module)
     if run.resumed is not None and weights is not None:
         restore_weights(run, run.resumed.path, weights)

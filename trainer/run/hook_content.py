@@ -7,6 +7,7 @@ a run that is resumed loads what was saved.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -90,6 +91,10 @@ class HookContent(dict[str, Any]):
         for key, value in dict(*args, **entries).items():
             self[key] = value
 
+    def __ior__(self, other: Any) -> HookContent:  # type: ignore[override, misc]
+        self.update(other)
+        return self
+
     def setdefault(self, key: str, default: Any = None) -> Any:
         if key not in self:
             self[key] = default
@@ -104,6 +109,9 @@ class HookContent(dict[str, Any]):
         if key == _WEIGHTS:
             raise KeyError("checkpoint['state_dict'] cannot be removed by a hook; remove names of weights from it")
         return super().pop(key, *default)
+
+    def clear(self) -> None:
+        self.pop(_WEIGHTS)  # refused, as it is not to be removed
 
     def _set_weights(self, value: Any) -> None:
         if not isinstance(value, Mapping):
@@ -151,9 +159,8 @@ class SavedWeights:
     def _check_values(self, weights: Mapping[str, Any]) -> None:
         """Raise ValueError where hooks gave weights other values; each rank checks what it writes."""
         saved = self._state.meta["model"]
-        mine = {name.removeprefix("model/"): shard for name, shard in self._state.tensors.items()}
-        other = [name for name in weights if name not in saved]
-        other += [name for name, value in weights.items() if name in mine and not _is(value, mine[name])]
+        mine = self._state.tensors
+        other = [name for name in weights if name not in saved or not _holds(weights[name], name, saved[name], mine)]
         if other:
             raise ValueError(
                 f"a hook changes {shortened(other, 3)} in checkpoint['state_dict'], which holds the weights as they "
@@ -180,13 +187,14 @@ def check_unchanged(checkpoint: Reader, weights: dict[str, Any] | None) -> None:
     """Raise ValueError where hooks have changed `weights`, what `read` returned; None if it was not called."""
     if weights is None:
         return
-    saved = read(checkpoint)
+    saved = checkpoint.meta["model"]
     omitted = checkpoint.meta.get("frozen", {})  # compared with the module's own, whatever hooks add here
     other = [name for name in saved if name not in weights]
     other += [name for name in weights if name not in saved and name not in omitted]
-    for name, value in saved.items():
-        if name in weights and isinstance(value, Tensor) and not _is(weights[name], TensorShard.whole(value)):
-            other.append(name)
+    whole: dict[str, TensorShard] = {}
+    for name, value in read(checkpoint).items():
+        pack(value, f"model/{name}", whole)
+    other += [name for name in saved if name in weights and not _holds(weights[name], name, saved[name], whole)]
     if other:
         raise ValueError(
             f"a hook changes {shortened(other, 3)} in checkpoint['state_dict'], with which the run would not be the "
@@ -194,16 +202,28 @@ def check_unchanged(checkpoint: Reader, weights: dict[str, Any] | None) -> None:
         )
 
 
-def edited(checkpoint: Reader, weights: dict[str, Any] | None) -> Reader:
-    """The checkpoint with `weights`, which hooks may have changed, in place of its own; without them as it is."""
-    if weights is None:
-        return checkpoint
+def edited(checkpoint: Reader, weights: dict[str, Any] | None, strategy: Strategy | None = None) -> Reader:
+    """The checkpoint with `weights`, which hooks may have changed, in place of its own; without them as it is.
+
+    With `strategy` every rank calls it and gets those of rank 0: a hook may change them there only, and fill in weights
+    of a module that other ranks have built without values.
+    """
+    together = strategy if strategy is not None and strategy.topology.world_size > 1 else None
     shards: dict[str, TensorShard] = {}
-    packed = {name: pack(value, f"model/{name}", shards) for name, value in weights.items()}
+    model = None
+    if weights is not None and (together is None or together.topology.rank == 0):
+        packed = {name: pack(value, f"model/{name}", shards) for name, value in weights.items()}
+        model = {name: None if value == {"$tensor": f"model/{name}"} else value for name, value in packed.items()}
+    if together is not None:
+        model = together.broadcast(model)
+    if model is None:
+        return checkpoint
     meta = checkpoint.meta | {
-        "model": {name: None if value == {"$tensor": f"model/{name}"} else value for name, value in packed.items()},
-        "frozen": {name: n for name, n in checkpoint.meta.get("frozen", {}).items() if name not in weights},
+        "model": model,
+        "frozen": {name: n for name, n in checkpoint.meta.get("frozen", {}).items() if name not in model},
     }
+    if together is not None:
+        return _Edited(checkpoint, gather_whole(together, State(shards, meta)))
     return _Edited(checkpoint, Whole({name: shard.tensor.cpu() for name, shard in shards.items()}, meta))
 
 
@@ -236,9 +256,23 @@ def _unpacked(meta: dict[str, Any], read: Callable[[str], Tensor]) -> dict[str, 
     return {name: read(f"model/{name}") if value is None else unpack(value, read) for name, value in meta.items()}
 
 
+def _holds(value: Any, name: str, saved: Any, tensors: Mapping[str, TensorShard]) -> bool:
+    """Whether a weight that a hook leaves is what is `saved` under its name, JSON data or None for a tensor. Only the
+    parts in `tensors` are compared."""
+    key = f"model/{name}"
+    if saved is None:
+        return key not in tensors or _is(value, tensors[key])
+    found: dict[str, TensorShard] = {}
+    if json.dumps(pack(value, key, found)) != json.dumps(saved):
+        return False
+    return all(_is(shard.tensor, tensors[key]) for key, shard in found.items() if key in tensors)
+
+
 def _is(value: Any, shard: TensorShard) -> bool:
     """Whether a whole tensor has the bits of a shard at its place."""
-    if not isinstance(value, Tensor) or tuple(value.shape) != shard.global_shape or value.dtype != shard.tensor.dtype:
+    if not isinstance(value, Tensor) or value.is_meta or value.dtype != shard.tensor.dtype:
+        return False
+    if tuple(value.shape) != shard.global_shape:
         return False
     sizes = zip(shard.offsets, shard.tensor.shape, strict=True)
     there = value.detach()[tuple(slice(start, start + size) for start, size in sizes)]

@@ -134,6 +134,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "what trains is gone": (lambda c: c["state_dict"].pop("net.0.weight"), r"removes net\.0\.weight from"),
     "all gone": (lambda c: c.pop("state_dict"), r"\['state_dict'\] cannot be removed by a hook; remove names"),
+    "all cleared": (lambda c: c.clear(), r"\['state_dict'\] cannot be removed by a hook"),
+    "an average by |=": (
+        lambda c: c.__ior__({"state_dict": {k: v * 0.5 for k, v in c["state_dict"].items()}}),
+        "a hook changes net",
+    ),
     "no dict": (lambda c: c.update(state_dict=[]), "must be a dict of weights by name, but is list"),
     "optimizers gone": (lambda c: c.pop("optimizer_states", None), r"\['optimizer_states'\] cannot be removed"),
     "loops set": (lambda c: c.update(loops={}), r"\['loops'\] cannot be set by a hook"),
@@ -250,3 +255,77 @@ def test_it_is_a_dict(tmp_path: Path) -> None:
     trainer.fit(Asks(), loader())
     trainer.save_checkpoint(tmp_path / "c")
     assert Checkpoint.open(tmp_path / "c").state["module"] == {"mine": 4}
+
+
+class Remembers(Net):
+    """Keeps a number in its extra state, which hooks of a checkpoint change."""
+
+    words, saved, loaded = 1, 0, 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"words": self.words}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.words = state["words"]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"]["_extra_state"]["words"] += self.saved
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"]["_extra_state"]["words"] += self.loaded
+
+
+def test_extra_state_is_compared_too(tmp_path: Path) -> None:
+    module, trainer = Remembers(), quiet(**options("single"))
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "c")
+    module.saved = 1
+    with pytest.raises(ValueError, match=r"a hook changes _extra_state in checkpoint\['state_dict'\]"):
+        trainer.save_checkpoint(tmp_path / "d")
+    module.loaded = 1
+    with pytest.raises(CheckpointError, match=r"a hook changes _extra_state in checkpoint\['state_dict'\]"):
+        quiet(**options("single")).fit(module, loader(), ckpt_path=tmp_path / "c")
+
+
+class ChangesOnRankZero(Net):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            checkpoint["state_dict"]["net.3.weight"].zero_()
+
+
+class BuildsBase(Net):
+    """A base model that `configure_model` builds, on some strategies with values on rank 0 only, and that is filled in
+    as weights are loaded."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "base"):
+            self.base = nn.Linear(8, 8).requires_grad_(False)
+            with torch.no_grad():
+                self.base.weight.fill_(0.1)
+                self.base.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.base(x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for name in ("base.weight", "base.bias"):
+            del checkpoint["state_dict"][name]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        own = self.state_dict()
+        for name in ("base.weight", "base.bias"):
+            checkpoint["state_dict"].setdefault(name, own[name])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("cls", [ChangesOnRankZero, BuildsBase])
+def test_all_ranks_evaluate_what_the_hook_makes_on_rank_0(cls: Any, strategy: str, tmp_path: Path) -> None:
+    trainer = quiet(**options("single"))
+    trainer.fit(cls(), loader())
+    trainer.save_checkpoint(tmp_path / "c")
+    expected = quiet(**options("single")).validate(cls(), loader(), ckpt_path=tmp_path / "c", verbose=False)
+    found = quiet(**options(strategy)).validate(cls(), loader(), ckpt_path=tmp_path / "c", verbose=False)
+    assert found[0] == pytest.approx(expected[0])
