@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +15,8 @@ def cut(batch: Any, num_rows: int, num_parts: int) -> list[tuple[Any, int]]:
 
     Tensors whose first dimension is `num_rows` are cut, as are lists and tuples of one item a sample; so is what named
     tuples, dataclasses, mappings, other lists and objects with a `to` of their own hold. All else is given to each part
-    whole. Raises ValueError for an object with a tensor of another first dimension.
+    whole. Raises ValueError for an object with a tensor of another first dimension, and for a list of which it is not
+    clear what its items are.
     """
     num_parts = max(1, min(num_parts, num_rows))
     if num_parts == 1:
@@ -81,6 +82,7 @@ def _rows(batch: Any, num_rows: int, start: int, stop: int) -> Any:
     if isinstance(batch, (list, tuple)):
         if len(batch) == num_rows and not has_rows(batch, num_rows):  # one item a sample
             return batch[start:stop]
+        _check_items(batch, num_rows)
         items = [_rows(item, num_rows, start, stop) for item in batch]
         return items if isinstance(batch, list) else type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
@@ -91,6 +93,18 @@ def _rows(batch: Any, num_rows: int, start: int, stop: int) -> Any:
     if _is_plain_object(batch):
         return _object_rows(batch, num_rows, start, stop)
     return batch
+
+
+def _check_items(batch: Sequence[Any], num_rows: int) -> None:
+    """Raise ValueError for as many tensors as there are samples, of which some happen to have as many rows too."""
+    if len(batch) != num_rows or hasattr(batch, "_fields") or not all(isinstance(t, Tensor) and t.dim() for t in batch):
+        return
+    if len({(t.dim(), t.dtype) for t in batch}) == 1 and not all(len(t) == num_rows for t in batch):
+        raise ValueError(
+            f"a {type(batch).__name__} of {num_rows} tensors whose first dimensions differ cannot be split into "
+            f"{num_rows} samples: it may hold one tensor a sample, or tensors of one row a sample; let the loader pad "
+            "and stack them, or return a dict"
+        )
 
 
 def _object_rows(batch: Any, num_rows: int, start: int, stop: int) -> Any:

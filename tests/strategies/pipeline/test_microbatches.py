@@ -154,6 +154,14 @@ def test_an_object_whose_tensors_are_not_one_row_a_sample_is_refused() -> None:
     )
 
 
+def test_ragged_samples_of_which_one_has_a_batchs_rows_are_refused() -> None:
+    ragged = [torch.ones(length) for length in (3, 4, 5, 2)]
+    with pytest.raises(ValueError, match=r"a list of 4 tensors whose first dimensions differ cannot be split into 4"):
+        batch_slices.cut({"tokens": ragged, "y": torch.ones(4)}, 4, 2)
+    one, other = (part for part, _ in batch_slices.cut([torch.ones(2), torch.ones(2, 3)], 2, 2))
+    assert [len(t) for t in (*one, *other)] == [1] * 4  # a pair
+
+
 def test_a_second_run_of_a_strategy_draws_from_its_own_seed() -> None:
     strategy = Pipeline()
     for seed in (5, 0):
