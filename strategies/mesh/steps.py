@@ -178,8 +178,8 @@ def _summary(gradient: Tensor | None, device: torch.device) -> Tensor:
     """Three numbers that tell gradients apart, but not the order in which they were summed."""
     if gradient is None:
         return torch.full((3,), -1.0, dtype=torch.float64, device=device)
-    values = local(gradient).detach().double()
-    values = torch.view_as_real(values) if values.is_complex() else values
+    values = local(gradient).detach()
+    values = (torch.view_as_real(values) if values.is_complex() else values).double()
     ramp = torch.arange(1, values.numel() + 1, dtype=torch.float64, device=values.device) / max(1, values.numel())
     flat = values.reshape(-1)
     return torch.stack([flat.abs().sum(), flat.square().sum().sqrt(), (flat * ramp).abs().sum()])

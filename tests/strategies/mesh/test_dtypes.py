@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep import Module
 from lockstep.strategies import FSDP, Strategy
+from lockstep.strategies.mesh import steps
 from tests.strategies.mesh.test_fsdp import fit, rows, seeded
 from tests.trainer.toy import distance, weights
 
@@ -59,3 +60,8 @@ def test_parameters_of_several_dtypes_train_as_on_one_process(clip: float | None
 def test_unfreezing_a_layer_of_another_dtype_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"middle\.weight, middle\.bias changed requires_grad, and another dtype"):
         fit("fsdp", 2, seeded(SeveralDtypes, frozen=True), rows(8), precision="32-true")
+
+
+def test_complex_gradients_differ_by_their_imaginary_parts_too() -> None:
+    one, other = (steps._summary(torch.tensor([1.0, value]), torch.device("cpu")) for value in (1j, 2j))
+    assert not torch.allclose(one, other)
