@@ -141,7 +141,7 @@ def closure_step(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
 def _step_of(optimizer: Optimizer) -> Callable[..., Any]:
     """The class's `step`, without hooks that are registered for all optimizers."""
     step = type(optimizer).step
-    is_torchs = step.__code__.co_filename.startswith(_OF_TORCH)  # a wrapper of the user's takes `hooked` over too
+    is_torchs = _file_of(step).startswith(_OF_TORCH)  # a wrapper of the user's takes `hooked` over too
     return step.__wrapped__ if hasattr(step, "hooked") and is_torchs else step  # type: ignore[attr-defined]
 
 
@@ -151,8 +151,13 @@ _OF_TORCH = os.path.dirname(torch.optim.__file__) + os.sep
 def is_of_torch(function: Any) -> bool:
     """Whether torch.optim wrote it and all that it wraps. A wrapper takes the name and module of what it wraps, but
     not its file."""
-    code, wrapped = getattr(function, "__code__", None), getattr(function, "__wrapped__", None)
-    return code is not None and code.co_filename.startswith(_OF_TORCH) and (wrapped is None or is_of_torch(wrapped))
+    wrapped = getattr(function, "__wrapped__", None)
+    return _file_of(function).startswith(_OF_TORCH) and (wrapped is None or is_of_torch(wrapped))
+
+
+def _file_of(function: Any) -> str:
+    """Where its code is; nowhere if it was compiled."""
+    return getattr(getattr(function, "__code__", None), "co_filename", "")
 
 
 def make_it_move(group: dict[str, Any]) -> None:
