@@ -189,11 +189,11 @@ def _shard(
 def unshardable(unit: nn.Module, sharded: set[int]) -> set[nn.Parameter]:
     """Parameters of `unit`, but for those whose id is in `sharded`, that torch's fully_shard cannot shard exactly.
 
-    These are single numbers, complex ones (whose shards train to other values), and trained ones of another
-    dtype than most: torch reduces the gradients of a unit in one dtype.
+    These are single numbers, those without elements, complex ones (whose shards train to other values), and trained
+    ones of another dtype than most: torch reduces the gradients of a unit in one dtype.
     """
     parameters = [p for p in unit.parameters() if id(p) not in sharded]
-    whole = {p for p in parameters if p.dim() == 0 or p.is_complex()}
+    whole = {p for p in parameters if p.dim() == 0 or not p.numel() or p.is_complex()}
     trained = [p for p in parameters if p.requires_grad and p not in whole]
     numel: Counter[torch.dtype] = Counter()
     for parameter in trained:

@@ -57,6 +57,35 @@ def test_parameters_of_several_dtypes_train_as_on_one_process(clip: float | None
     assert distance(weights(one), weights(sharded)) < 1e-6
 
 
+class WithoutElements(Module):
+    """One of its branches has no width, as code that is configured by numbers makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.none = nn.Parameter(torch.empty(0, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (
+            self.last(torch.cat([self.first(batch[0]), nn.functional.linear(batch[0], self.none)], dim=1))
+            .square()
+            .mean()
+        )
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+def test_a_layer_without_elements_is_left_whole(strategy: str) -> None:
+    one, several = seeded(WithoutElements), seeded(WithoutElements)
+    fit("single", 1, one, rows(13))
+    fit(strategy, 2, several, rows(13))
+    assert [p.shape for p in several.parameters()] == [p.shape for p in one.parameters()]
+    expected, found = ([p for p in weights(module) if p.numel()] for module in (one, several))
+    assert distance(found, expected) < 1e-12
+
+
 def test_unfreezing_a_layer_of_another_dtype_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"middle\.weight, middle\.bias changed requires_grad, and another dtype"):
         fit("fsdp", 2, seeded(SeveralDtypes, frozen=True), rows(8), precision="32-true")
