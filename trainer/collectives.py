@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep.strategies.sync.collective_fingerprint import refusing
+from lockstep.strategies.sync.collective_fingerprint import counting_once
 
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
@@ -28,7 +28,7 @@ def all_gather(run: RunState, data: Any) -> Any:
         gathered = [all_gather(run, value) for value in data]
         return type(data)(*gathered) if hasattr(data, "_fields") else type(data)(gathered)
     topology = run.strategy.topology
-    with refusing(None):
+    with counting_once():
         stacked = run.strategy.all_gather(data if isinstance(data, Tensor) else torch.tensor(data))
         return stacked if topology.data_size == topology.world_size else stacked[_with_other_samples(run)]
 
@@ -49,7 +49,7 @@ def sum_over_ranks(run: RunState, value: Tensor | float) -> Tensor:
     topology = run.strategy.topology
     value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, device=topology.device)
     counts = topology.is_reporting_rank and not run.metrics.is_padding
-    with refusing(None):
+    with counting_once():
         return run.strategy.all_reduce(value if counts else torch.zeros_like(value), "sum")
 
 

@@ -145,12 +145,12 @@ def _step_of(optimizer: Optimizer) -> Callable[..., Any]:
     return step.__wrapped__ if hasattr(step, "hooked") and is_torchs else step  # type: ignore[attr-defined]
 
 
-_OF_TORCH = os.path.dirname(torch.optim.__file__) + os.sep
+_OF_TORCH = tuple(os.path.join(os.path.dirname(torch.__file__), name, "") for name in ("optim", "_dynamo"))
 
 
 def is_of_torch(function: Any) -> bool:
-    """Whether torch.optim wrote it and all that it wraps. A wrapper takes the name and module of what it wraps, but
-    not its file."""
+    """Whether torch.optim wrote it and all that it wraps, or torch.compile, which wraps parts of optimizers when it is
+    first used. A wrapper takes the name and module of what it wraps, but not its file."""
     wrapped = getattr(function, "__wrapped__", None)
     return _file_of(function).startswith(_OF_TORCH) and (wrapped is None or is_of_torch(wrapped))
 

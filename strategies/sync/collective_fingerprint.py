@@ -27,16 +27,26 @@ _STACK = ("allgather", "_allgather_base", "all_gather_single", "allgather_coales
 _OTHERS = ["gather", "scatter", "alltoall", "alltoall_base", "all_to_all_single", "barrier"]
 
 
-_refused: tuple[str | None, bool] = (None, False)
+_refused: tuple[str, bool] | None = None
 """Why calls are refused now, and whether all of them are."""
 
 
 @contextmanager
-def refusing(why: str | None, every: bool = False) -> Iterator[None]:
+def refusing(why: str, every: bool = False) -> Iterator[None]:
     """While it lasts RuntimeError(`why`) is raised for calls in the default process group that add or stack what all
-    ranks have, or for `every` one; with None they may be called."""
+    ranks have, or for `every` one."""
+    yield from _while((why, every))
+
+
+@contextmanager
+def counting_once() -> Iterator[None]:
+    """While it lasts calls that stack and add are not refused, as their caller counts what ranks share once."""
+    yield from _while(_refused if _refused is not None and _refused[1] else None)
+
+
+def _while(refused: tuple[str, bool] | None) -> Iterator[None]:
     global _refused
-    before, _refused = _refused, (why, every)
+    before, _refused = _refused, refused
     try:
         yield
     finally:
@@ -72,9 +82,8 @@ class Calls:
         reduction = getattr(options, "reduceOp", None)
         if reduction is not None:
             parts.append(reduction.op.name)
-        why, every = _refused
-        if why is not None and (every or name in _STACK or parts[1:] == ["SUM"]):
-            raise RuntimeError(f"{parts[0]} of torch.distributed was called in a step, but {why}")
+        if _refused is not None and (_refused[1] or name in _STACK or parts[1:] == ["SUM"]):
+            raise RuntimeError(f"{parts[0]} of torch.distributed was called in a step, but {_refused[0]}")
         if name in _EQUAL_SIZES:
             given = arguments[-1]
             for tensor in [given] if isinstance(given, Tensor) else tree_leaves(given):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
+from torchmetrics import SumMetric
 
 from lockstep import Module
 from tests.trainer.toy import Net, distance, loader, quiet, weights
@@ -82,6 +83,27 @@ def test_each_sample_counts_once(strategy: str, how: str) -> None:
 def test_own_collectives_that_would_count_them_twice_are_refused(strategy: str, why: str, how: str) -> None:
     with pytest.raises(RuntimeError, match=f"of torch.distributed was called in a step, but {why}"):
         trained(how, strategy)
+
+
+class Measured(Net):
+    """Computes a metric of all ranks within each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.counted.update(len(batch[0]))
+        self.log("samples", self.counted.compute())
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["tensor", pytest.param("ddp=2,tensor=2", marks=pytest.mark.slow)])
+def test_a_metric_that_a_step_computes_counts_them_once(strategy: str) -> None:
+    trainer = quiet(strategy=strategy, devices=RANKS[strategy], accelerator="cpu", split_batches=True)
+    trainer.fit(Measured(), loader(16, 8))
+    assert float(trainer.callback_metrics["samples"]) == 12.0, "the mean of 8 and 16"
 
 
 class Gathers(Net):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.strategies.sync.collective_fingerprint import counting_once
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Gather:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
 
+    @counting_once()
     def __call__(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         """`group` is torchmetrics' and not used. Shapes and dtypes may differ; up to 8 dimensions."""
         strategy = self._strategy
@@ -124,6 +126,7 @@ class EvenLists:
     def __init__(self, metric: Any, strategy: Strategy) -> None:
         self._metric, self._strategy = metric, strategy
 
+    @counting_once()
     def __call__(self, *args: Any, **options: Any) -> None:
         metric = self._metric
         names = [

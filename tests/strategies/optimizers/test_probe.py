@@ -284,6 +284,12 @@ def test_what_need_not_be_tried_is_what_a_trial_finds(name: str, monkeypatch: py
     assert probe(optimizer) == PLAIN
 
 
+def test_what_compile_wraps_of_optimizers_is_torchs_own() -> None:
+    torch.compile(torch.neg, backend="eager")(torch.ones(1))
+    assert hasattr(SGD._init_group, "__wrapped__"), "it was torch.compile that wrapped it"
+    assert is_plain(SGD(model().parameters(), 0.1)) and is_plain(Adam(model().parameters()))
+
+
 class Scaled(SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
