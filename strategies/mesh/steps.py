@@ -18,7 +18,7 @@ from lockstep.strategies.checkpoint_state import TensorShard
 from lockstep.strategies.mesh.mesh import AXES
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.modules.model_changes import ModelChanges, gradient_marks, own_backward, remarked, shortened
-from lockstep.strategies.sync.collective_fingerprint import refusing
+from lockstep.strategies.sync.collective_fingerprint import once_a_sample
 from lockstep.strategies.sync.collectives import local, own_group, sum_gradients
 from lockstep.strategies.sync.compression.compression import Compression, Layout
 from lockstep.strategies.sync.host_all_gather import open_exchange
@@ -44,18 +44,8 @@ def backend_of(topology: Topology) -> str:
 def checked(step_fn: StepFn, changes: ModelChanges | None, topology: Topology, hooks: StepHooks) -> StepFn:
     """The user's step. Raises RuntimeError if it changed what only the whole parameters of this step know, or called a
     collective that counts samples once for each of the ranks that share them."""
-    shared = topology.world_size // topology.data_size
-    if shared > 1 and hooks.automatic:
-        step_fn = functools.partial(_counting_once, step_fn, shared)
+    step_fn = once_a_sample(step_fn, topology) if hooks.automatic else step_fn
     return step_fn if changes is None else functools.partial(_changing_nothing, changes, step_fn)
-
-
-def _counting_once(step_fn: StepFn, shared: int, batch: Any, batch_idx: int) -> Any:
-    with refusing(
-        f"{shared} ranks each share samples, so it counts these as often; use self.sum_over_ranks or self.all_gather, "
-        "which count them once"
-    ):
-        return step_fn(batch, batch_idx)
 
 
 def _changing_nothing(changes: ModelChanges, step_fn: StepFn, batch: Any, batch_idx: int) -> Any:

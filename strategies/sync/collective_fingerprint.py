@@ -11,11 +11,14 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from lockstep.strategies.base import Topology
 
 _EQUAL_SIZES = (
     "allreduce allreduce_coalesced broadcast reduce "
@@ -36,6 +39,23 @@ def refusing(why: str, every: bool = False) -> Iterator[None]:
     """While it lasts RuntimeError(`why`) is raised for calls in the default process group that add or stack what all
     ranks have, or for `every` one."""
     yield from _while((why, every))
+
+
+def once_a_sample(step: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
+    """A user's step, in which calls are refused that would count samples once for each of the ranks that share them."""
+    shared = topology.world_size // topology.data_size
+    if shared == 1:
+        return step
+    why = (
+        f"{shared} ranks each share samples, so it counts these as often; use self.sum_over_ranks or self.all_gather, "
+        "which count them once"
+    )
+
+    def call(*args: Any) -> Any:
+        with refusing(why):
+            return step(*args)
+
+    return call
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -83,6 +84,38 @@ def test_each_sample_counts_once(strategy: str, how: str) -> None:
 def test_own_collectives_that_would_count_them_twice_are_refused(strategy: str, why: str, how: str) -> None:
     with pytest.raises(RuntimeError, match=f"of torch.distributed was called in a step, but {why}"):
         trained(how, strategy)
+
+
+class Counts(Net):
+    """A step of an evaluation that adds its samples up by itself, or as `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.seen = how, 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        size = torch.tensor(len(batch[0]))
+        if self.how == "self.all_gather":
+            self.seen += int(self.all_gather(size).sum())
+        elif self.how == "self.sum_over_ranks":
+            self.seen += int(self.sum_over_ranks(size))
+        else:
+            dist.all_reduce(size)
+        self.log("loss", self.net(batch[0]).mean())
+
+    def on_validation_epoch_end(self) -> None:
+        assert self.seen == 16
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [("tensor", HOW[0]), ("tensor", HOW[1]), ("tensor", "torch.distributed"), ("pipeline", "torch.distributed")],
+)
+def test_a_step_of_an_evaluation_counts_each_sample_once(strategy: str, how: str) -> None:
+    refused = pytest.raises(RuntimeError, match="allreduce of torch.distributed was called in a step, but 2 ranks each")
+    with refused if how == "torch.distributed" else nullcontext():
+        quiet(strategy=strategy, devices=2, accelerator="cpu").validate(Counts(how), loader(16, 4), verbose=False)
 
 
 class Measured(Net):

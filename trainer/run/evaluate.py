@@ -14,6 +14,7 @@ from lockstep.callbacks._support.printing import safe_print
 from lockstep.strategies.base import StepHooks
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.launch.phase import set_phase
+from lockstep.strategies.sync.collective_fingerprint import once_a_sample
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.checkpoint.snapshot import restore_weights, weights_for
 from lockstep.trainer.metrics.buffers import EvaluatedBuffers
@@ -222,7 +223,7 @@ def _evaluate_loader(
     """Run the step over one loader; return the outputs if they are predictions to keep."""
     strategy, metrics = run.strategy, run.metrics
     limit = run.evaluation_limits[what.kind][index]
-    step = step_function(what.step, 3 if several else 2)
+    step = once_a_sample(step_function(what.step, 3 if several else 2), strategy.topology)
     own_transfer = transfer_of(module, run.datamodule, strategy.to_device, strategy.topology.device)
     keeps = what.name == "predict" and run.keeps_predictions
     outputs: list[Any] = []
