@@ -31,11 +31,12 @@ test-gpu: $(if $(PYTEST),,.venv/.installed) ## Run the tests that need a GPU, an
 test-matrix: ## Test wheel and sdist in clean environments, with several versions of Python and torch
 	$(PYTHON) .ci/matrix.py
 
-check: .venv/.installed ## Check format, lint, types and words, changing nothing
+check: .venv/.installed ## Check format, lint, types, words and the picture of the architecture, changing nothing
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/python .ci/words.py
+	$(BIN)/python -m docs.make_architecture --check
 
 format: .venv/.installed ## Format the code
 	$(BIN)/ruff check --select I --fix --quiet

@@ -1,13 +1,13 @@
 """Write the picture of docs/architecture.md: which folder imports which, read from the code's own imports.
 
-    .venv/bin/python -m docs.make_architecture
-
-`tests/test_docs.py` fails if the page does not show what this script writes.
+.venv/bin/python -m docs.make_architecture            # write it
+.venv/bin/python -m docs.make_architecture --check    # exit with 1 if the page shows another, as `make check` does
 """
 
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,4 +115,8 @@ def _wrapped(names: list[str], limit: int = 36) -> Iterator[str]:
 if __name__ == "__main__":
     text = PAGE.read_text()
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{picture()}\n{END}{after}")
+    wanted = f"{before}{BEGIN}\n{picture()}\n{END}{after}"
+    if "--check" not in sys.argv:
+        PAGE.write_text(wanted)
+    elif text != wanted:
+        sys.exit(f"{PAGE.relative_to(ROOT)} shows other imports than there are; run `python -m docs.make_architecture`")
