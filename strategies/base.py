@@ -1,7 +1,7 @@
 """The Strategy contract: where the model lives, how gradients are reduced, who sees which sample, what is saved.
 
-A strategy works on plain `nn.Module`s, optimizers, loaders and callables, so a hand-written loop can drive it. It uses
-no trainer, user module or optimizer: `setup_module` returns the module to give to the other verbs.
+A strategy works on plain `nn.Module`s, optimizers, loaders and callables, so a hand-written loop can drive it. It holds
+no user module or optimizer, and uses no trainer: `setup_module` returns the module to give to the other verbs.
 
 The life of a strategy, in order:
 
@@ -48,10 +48,8 @@ StepFn: TypeAlias = Callable[[Any, int], Any]
 
 
 class Loss(NamedTuple):
-    """A loss given as its sum and what it counts.
-
-    The gradient of a step is that of Σ total / Σ count over all micro-batches and ranks: exact wherever tokens fall.
-    """
+    """A loss given as its sum and what it counts: the gradient of a step is that of Σ total / Σ count over all
+    micro-batches and ranks, so that a token-weighted mean stays exact however tokens fall on them."""
 
     total: Tensor
     """Sum of the loss terms: a scalar with gradient."""
@@ -133,8 +131,8 @@ class Capabilities:
     builds_on_meta: bool = False
     """Ranks other than 0 build modules on the meta device, as their values come from rank 0 in `setup_module`."""
     refuses: Mapping[str, str] = field(default_factory=dict)
-    """What the strategy refuses ("manual_optimization", "several_optimizers", "closures", "compile",
-    "parameter_state" of callbacks, a precision, a user's method), and why: a sentence, raised when it is asked for."""
+    """What the strategy refuses ("manual_optimization", "several_optimizers", "assigned_optimizers", "closures",
+    "compile", "parameter_state" of callbacks, a precision, a user's method), and why: a sentence, raised when asked."""
 
 
 def _no_scope(num_samples: int) -> AbstractContextManager[Any]:
@@ -195,7 +193,8 @@ class Strategy(ABC):
     """Whether all ranks meet in the step of now, after which collectives may follow. Always, if synchronous."""
     in_turn: bool = False
     """Whether a learner that is one rank or a part of it takes a step of its own."""
-    of_run: Any = None  # the Trainer whose fit runs, for code that looks for `trainer.strategy.optimizers`
+    of_run: Any = None
+    """The Trainer whose fit runs, for code that expects its optimizers here; no strategy uses it."""
     _stands_for = ""
     starts_ranks: bool
     """True if this process is the launcher and `launch` is to start the ranks. Valid after `configure`."""

@@ -20,6 +20,20 @@ from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed
 from lockstep.strategies.sync.collectives import sum_gradients
 
 
+def _of_run(name: str) -> property:
+    """What `trainer.NAME` is, to read and to set."""
+
+    def trainer(strategy: Strategy) -> Any:
+        if strategy.of_run is None:
+            raise AttributeError(f"a strategy has {name} only while fit runs; read trainer.{name}")
+        return strategy.of_run
+
+    return property(
+        lambda strategy: getattr(trainer(strategy), name),
+        lambda strategy, value: setattr(trainer(strategy), name, value),
+    )
+
+
 class SPMDHooks(Strategy):
     """Strategies override `wrap`, and of the others those whose default does not hold for them.
 
@@ -33,26 +47,8 @@ class SPMDHooks(Strategy):
     _step_hooks = NO_HOOKS
     """Those of the running step."""
 
-    @property
-    def optimizers(self) -> Any:
-        return self._of_run_for("optimizers").optimizers
-
-    @optimizers.setter
-    def optimizers(self, value: Any) -> None:
-        self._of_run_for("optimizers").optimizers = value
-
-    @property
-    def lr_scheduler_configs(self) -> Any:
-        return self._of_run_for("lr_scheduler_configs").lr_scheduler_configs
-
-    @lr_scheduler_configs.setter
-    def lr_scheduler_configs(self, value: Any) -> None:
-        self._of_run_for("lr_scheduler_configs").lr_scheduler_configs = value
-
-    def _of_run_for(self, name: str) -> Any:
-        if self.of_run is None:
-            raise AttributeError(f"a strategy has {name} only while fit runs; read trainer.{name}")
-        return self.of_run
+    optimizers = _of_run("optimizers")
+    lr_scheduler_configs = _of_run("lr_scheduler_configs")
 
     def data_size_of(self, num_ranks: int) -> int:
         """Return how many of so many ranks see different samples. Called once `configure` has run."""

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,17 +28,16 @@ from lockstep.strategies.deepspeed.checks import (
     check_used,
     check_weights_alike,
 )
+from lockstep.strategies.deepspeed.refusals import REFUSES, refuse_group
 from lockstep.strategies.deepspeed.zero_step import ZeroStep, no_trace
 from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import refuse_sparse, shortened
-from lockstep.strategies.precision import PRECISIONS
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import SharedBuffers
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
 from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value
 
-COMPUTES_IN = ("32-true", "tf32-true", "bf16-mixed", "bf16-true")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -63,24 +62,7 @@ class DeepSpeed(SPMDStrategy):
     """
 
     cuts_gradients = True
-    capabilities = Capabilities(
-        preserves_memory_format=False,
-        refuses={
-            "manual_optimization": "DeepSpeed's engine decides when gradients are reduced, so it cannot optimize "
-            "manually; set automatic_optimization = True, or use strategy='ddp'",
-            "accumulation_schedule": "DeepSpeed's engine is built for one number; use strategy='ddp' or 'fsdp'",
-            "parameter_state": "DeepSpeed partitions the weights that it steps; use strategy='ddp' or 'fsdp'",
-            "several_optimizers": "DeepSpeed steps one optimizer; return one from configure_optimizers, or use 'ddp'",
-            "closures": "DeepSpeed's engine steps without a closure; use another optimizer, or strategy='ddp'",
-            "assigned_optimizers": "DeepSpeed's engine holds the one of configure_optimizers",
-        }
-        | {
-            name: "DeepSpeed keeps float32 weights, or bfloat16 ones with float32 masters, so precision must be one of "
-            f"{', '.join(COMPUTES_IN)}, but precision={name!r}"
-            for name in PRECISIONS
-            if name not in COMPUTES_IN
-        },
-    )
+    capabilities = Capabilities(preserves_memory_format=False, refuses=REFUSES)
 
     def __init__(
         self,
@@ -192,7 +174,7 @@ class DeepSpeed(SPMDStrategy):
         self._buffers = SharedBuffers(wrapped.model, self.broadcast_buffers)
         self._compare_edits(None, optimizers)  # those of the model by values, as the engine cuts it
         optimizer.register_step_pre_hook(self._only_through_the_engine)
-        optimizer.add_param_group = _refuse_group  # type: ignore[method-assign,assignment]
+        optimizer.add_param_group = refuse_group  # type: ignore[method-assign,assignment]
         return optimizers
 
     # ---- 2. gradient sync ------------------------------------------------------------------------
@@ -391,10 +373,3 @@ class DeepSpeed(SPMDStrategy):
                 f"{type(optimizer).__name__}.step was called, but it holds pieces that only DeepSpeed's engine may "
                 "step; leave the step to the Trainer"
             )
-
-
-def _refuse_group(*_: Any) -> NoReturn:
-    raise RuntimeError(
-        "a parameter group was added during the run, but ZeRO shards what is trained when it starts; add it in "
-        "configure_optimizers, or use strategy='ddp' or 'fsdp'"
-    )

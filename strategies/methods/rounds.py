@@ -29,6 +29,7 @@ REFUSES = {
     "manual_optimization": "local updates step each learner's optimizers, not the module; use automatic optimization",
     "closures": "local updates compute a gradient once, not by closures that optimizers call; use another optimizer",
     "16-mixed": "precision='16-mixed' scales losses by what overflowed on a rank; with local updates use 'bf16-mixed'",
+    "assigned_optimizers": "each learner of local updates steps its own",
     "gradient_norm": "GradientNorm shows one gradient of all ranks, but each learner has its own; use self.log",
     "parameter_state": "the learners of local updates have weights of their own between rounds, so that a state beside "
     "the parameters would be another one on each rank; average weights with the outer optimizer",

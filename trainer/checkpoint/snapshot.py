@@ -130,7 +130,7 @@ def _shared_state(
 def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
     """Put a run back to where `checkpoint` was saved. Every rank calls it, after everything is built."""
     state, read = checkpoint.state, checkpoint.read
-    _restore_training(run, checkpoint, resume.waits(state))
+    _restore_training(run, checkpoint, resume.are_assigned(state.get("configured")))
     with refused(checkpoint.path):
         progress, loader = run.progress, run.train_dataloader
         progress.load_state_dict(state["progress"])

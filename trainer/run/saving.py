@@ -58,7 +58,7 @@ def save(
             "save_checkpoint was called inside an accumulation window, whose gradients are not whole; "
             "call it in on_train_batch_end once global_step has moved"
         )
-    if run.may_assign and run.assigned:
+    if run.has_replaced:
         raise RuntimeError(
             "save_checkpoint was called beside optimizers that were just set; call it once training begins"
         )

@@ -140,16 +140,14 @@ class RunState:
     user_optimizers: list[Any] = field(default_factory=list)
     """What `Module.optimizers()` and `Module.optimizer_step` get."""
     schedulers: list[Any] = field(default_factory=list)
-    assigned: bool = False
-    """Whether a hook of the start has set others in the place of those that `configure_optimizers` returned."""
-    may_assign: bool = False
-    """Whether such a hook runs."""
+    replaceable: tuple[dict[str, Optimizer], list[Any]] | None = None
+    """Optimizers and schedulers that are set up, while hooks of the start may set others in their place."""
     parameter_states: dict[str, ParameterState] = field(default_factory=dict)
     """What callbacks keep beside the parameters, by the name under which a checkpoint holds it."""
     had_parameter_states: bool = False
     """Whether the last fit had any: they end with it."""
     configured: dict[str, Any] = field(default_factory=dict)
-    """Classes and initial values that `configure_optimizers` returned."""
+    """Classes and initial values that `configure_optimizers` returned, or hooks of the start have set."""
     trainable_at_start: dict[str, bool] = field(default_factory=dict)
     frozen_at_start: dict[str, int] | None = None
     """A number of each frozen parameter as the code has built it, if checkpoints leave these out."""
@@ -213,6 +211,12 @@ class RunState:
                 f"{what} was called within an accumulation window, whose gradients are not added up yet; call it in "
                 "on_before_optimizer_step or on_before_zero_grad, which come once a step, or after the last micro-batch"
             )
+
+    @property
+    def has_replaced(self) -> bool:
+        """Whether a hook of the start has set optimizers or schedulers that are not set up yet."""
+        held = self.replaceable
+        return held is not None and (self.optimizers is not held[0] or self.schedulers is not held[1])
 
     def assign(self, name: str, value: Any) -> None:
         """Set `optimizers` or `lr_scheduler_configs` of the Trainer. Every rank calls it."""

@@ -7,11 +7,9 @@ continue with what was saved. Assigned later in a run they could not, so there t
 from __future__ import annotations
 
 import operator
-import zlib
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim import Optimizer
 
 from lockstep.callbacks._support.lr_factor import share_lr_factors
@@ -50,7 +48,6 @@ def assign(run: RunState, name: str, value: Any) -> None:
         run.optimizers = dict(zip(names, given, strict=True))
     else:
         run.schedulers = [item if isinstance(item, SchedulerConfig) else scheduler_of(_plain(item)) for item in given]
-    run.assigned = True
 
 
 def call(run: RunState, module: Module, loop: FitLoop, hooks: Calls, last: bool = False) -> None:
@@ -59,24 +56,32 @@ def call(run: RunState, module: Module, loop: FitLoop, hooks: Calls, last: bool 
 
     Raises ValueError if ranks assign other optimizers, or a scheduler drives one that is not the run's.
     """
-    run.may_assign, held = True, (run.optimizers, run.schedulers)
+    optimizers, schedulers = run.replaceable = run.optimizers, run.schedulers
     try:
         for hook in hooks:
             hook()
+        replaced = run.has_replaced
     finally:
-        run.may_assign = False
-    if any(map(is_users, hooks)) and run.world_size > 1:
-        _compare(run)
-    if run.optimizers is not held[0] or run.schedulers is not held[1]:
+        run.replaceable = None
+    if any(map(is_users, hooks)):
+        resume.check_ranks(
+            run.strategy,
+            module,
+            {} if run.optimizers is optimizers else run.optimizers,
+            [] if run.schedulers is schedulers else run.schedulers,
+            "in on_fit_start or on_train_start set the same",
+        )
+    if replaced:
         for handle in run.user_optimizers:
             handle.close()
-        found = prepare.set_up_optimizers(run, module, run.optimizers, run.schedulers)
-        for replaced in held[0].values():
-            share_lr_factors(replaced, run.optimizers.values())
+        found = prepare.set_up_optimizers(run, module, run.optimizers, run.schedulers, assigned=True)
+        for optimizer in optimizers.values():
+            share_lr_factors(optimizer, run.optimizers.values())
         run.strategy.adopt_changes(run.wrapped)
         for name, part in prepare.of_optimizers(run, module, loop.training_step, *found).items():
             setattr(loop, name, part)
-    if last and run.resumed is not None and (run.assigned or resume.waits(run.resumed.state)):
+    saved = None if run.resumed is None else run.resumed.state.get("configured")
+    if last and run.resumed is not None and (resume.are_assigned(run.configured) or resume.are_assigned(saved)):
         snapshot.check_configured(run, run.resumed)
         snapshot.restore_optimizers(run, run.resumed)
 
@@ -89,23 +94,11 @@ def _plain(config: Any) -> Any:
 
 
 def _check(run: RunState, name: str, instead: str) -> None:
-    if not run.may_assign:
+    if run.replaceable is None:
         raise AttributeError(
             f"trainer.{name} can be set in on_fit_start and on_train_start, as a run that is resumed later could not "
             f"tell when else they changed; return them from configure_optimizers, and during a run {instead}"
         )
-    can = run.strategy.capabilities
-    refused = can.refuses.get("assigned_optimizers")
-    if not can.synchronous or can.local_steps:
-        refused = f"{run.strategy.name} steps them for several learners or clients"
+    refused = run.strategy.capabilities.refuses.get("assigned_optimizers")
     if refused is not None:
         raise AttributeError(f"trainer.{name} was set, but {refused}; return them from configure_optimizers")
-
-
-def _compare(run: RunState) -> None:
-    digest = zlib.crc32(repr(resume.configured(run.optimizers, run.schedulers, run.assigned)).encode())
-    if len(set(run.strategy.all_gather(torch.tensor(digest)).flatten().tolist())) > 1:
-        raise ValueError(
-            "ranks have other optimizers after on_fit_start and on_train_start; set trainer.optimizers on every rank "
-            "alike"
-        )

@@ -106,7 +106,8 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     run.wrapped = strategy.setup_module(module)
     with without_collector():  # the first optimizer of a process imports torch's compiler
         named, schedulers = optimizers.parse(module.configure_optimizers())
-    run.assigned, strategy.of_run = False, run.trainer
+    resume.check_ranks(strategy, module, named, schedulers, "in configure_optimizers return the same")
+    strategy.of_run = run.trainer
     closing, unowned = set_up_optimizers(run, module, named, schedulers)
     run.parameter_states = _parameter_states(run, module)
     run.had_parameter_states = bool(run.parameter_states)
@@ -132,8 +133,8 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         val_loaders=val_loaders,
         val_every=validation_interval(run, num_batches) if val_loaders else None,
         check_val_every_n_epoch=run.arguments.check_val_every_n_epoch or 1,
-        transfer=strategy.to_device if transfer is None else lambda batch: transfer(batch, 0),
         training_step=training_step,
+        transfer=strategy.to_device if transfer is None else lambda batch: transfer(batch, 0),
         clip=_clip(run, module),
         before_backward=all_of(run.hooks.on_before_backward),
         after_backward=in_phase(AFTER_BACKWARD, all_of(run.hooks.on_after_backward)),
@@ -270,21 +271,25 @@ def _val_loaders(run: RunState, module: Module, sources: Sources, training: Any)
 
 
 def set_up_optimizers(
-    run: RunState, module: Module, named: dict[str, Optimizer], schedulers: list[SchedulerConfig]
+    run: RunState,
+    module: Module,
+    named: dict[str, Optimizer],
+    schedulers: list[SchedulerConfig],
+    assigned: bool = False,
 ) -> tuple[set[str], list[str]]:
-    """Check and set up optimizers and schedulers; return the names of those that need a closure, and of the trainable
-    parameters that none of them steps."""
+    """Check and set up optimizers and schedulers, of `configure_optimizers` or `assigned` by a hook; return the names
+    of those that need a closure, and of the trainable parameters that none of them steps."""
     if module.automatic_optimization and not named:
         raise ValueError(
             f"{type(module).__name__}.configure_optimizers returned no optimizer; return one, or set "
             "automatic_optimization = False"
         )
-    _check_schedulers(module, named, schedulers)
+    optimizers.check_schedulers(module, named, schedulers)
     if not run.strategy.capabilities.synchronous:
-        _refuse_monitor_in_step(run, schedulers)
+        optimizers.refuse_monitor_in_step(run.strategy, schedulers)
     unowned = check_ownership(module, named) if module.automatic_optimization else []
-    run.configured = resume.configured(named, schedulers, run.assigned)
-    if run.resumed is not None and not resume.waits(run.resumed.state):
+    run.configured = resume.configured(named, schedulers) | {"assigned": assigned}
+    if run.resumed is not None and not resume.are_assigned(run.resumed.state.get("configured")):
         snapshot.check_configured(run, run.resumed)
     closing = {name for name, optimizer in named.items() if module.automatic_optimization and needs_closure(optimizer)}
     run.optimizers, run.schedulers = run.strategy.setup_optimizers(run.wrapped, named), schedulers
@@ -317,36 +322,6 @@ def _parameter_states(run: RunState, module: Module) -> dict[str, ParameterState
         if state is not None:
             states[f"callbacks.{callback.state_key}"] = state
     return states
-
-
-def _check_schedulers(module: Module, named: dict[str, Optimizer], schedulers: list[SchedulerConfig]) -> None:
-    name = type(module).__name__
-    for config in schedulers:
-        kind = type(config.scheduler).__name__
-        if config.reduce_on_plateau and config.monitor is None and module.automatic_optimization:
-            raise ValueError(f"{kind} needs the name of a metric: return {{'scheduler': …, 'monitor': 'val/loss'}}")
-        if not callable(getattr(config.scheduler, "step", None)) and not overrides(module, "lr_scheduler_step", Module):
-            raise TypeError(
-                f"{kind} is not a scheduler of torch: it has no step, so {name} needs lr_scheduler_step; define it"
-            )
-    for config in schedulers:
-        kind = type(config.scheduler).__name__
-        driven = getattr(config.scheduler, "optimizer", None)
-        if isinstance(driven, Optimizer) and not any(driven is optimizer for optimizer in named.values()):
-            raise ValueError(
-                f"{kind} drives a {type(driven).__name__} that {name}.configure_optimizers did not return, or that "
-                "another one has replaced, so its rates would change nothing; build the scheduler on an optimizer of "
-                "the run"
-            )
-
-
-def _refuse_monitor_in_step(run: RunState, schedulers: list[SchedulerConfig]) -> None:
-    for config in schedulers:
-        if config.reduce_on_plateau and config.interval == "step":
-            raise ValueError(
-                f"a scheduler monitors {config.monitor!r} in each step, which is a mean over ranks, but those of "
-                f'{run.strategy.name} do not meet in every step; give it interval="epoch"'
-            )
 
 
 def _train_mode(module: Module) -> None:

@@ -7,14 +7,18 @@ another optimizer or other initial values, one of the two would be skipped, so t
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.strategies.base import Strategy
 from lockstep.strategies.optimizers.saved_groups import HOW
 from lockstep.trainer.checkpoint.store import CheckpointError
 from lockstep.trainer.setup.optimizers import SchedulerConfig
@@ -25,13 +29,9 @@ _MOVING = ("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step"
 """What a scheduler of torch counts, and no option of it."""
 
 
-def configured(
-    optimizers: Mapping[str, Optimizer], schedulers: Sequence[SchedulerConfig], assigned: bool = False
-) -> dict[str, Any]:
-    """What `configure_optimizers` returned, or a hook has `assigned`, as JSON data: classes and initial values, as the
-    code gives them."""
+def configured(optimizers: Mapping[str, Optimizer], schedulers: Sequence[SchedulerConfig]) -> dict[str, Any]:
+    """Classes and initial values as the code gives them, as JSON data."""
     return {
-        "assigned": assigned,
         "optimizers": {
             name: {
                 "class": type(optimizer).__name__,
@@ -51,10 +51,37 @@ def configured(
     }
 
 
-def waits(state: Mapping[str, Any]) -> bool:
-    """Whether the optimizers of a checkpoint are those that a hook assigns as a run starts."""
-    saved = state.get("configured")
-    return isinstance(saved, dict) and saved.get("assigned") is True
+def are_assigned(configured: Any) -> bool:
+    """Whether what a run, or a saved one, has `configured` is what a hook assigns as it starts."""
+    return isinstance(configured, dict) and configured.get("assigned") is True
+
+
+def check_ranks(
+    strategy: Strategy,
+    module: nn.Module,
+    optimizers: Mapping[str, Optimizer],
+    schedulers: Sequence[SchedulerConfig],
+    rule: str,
+) -> None:
+    """Raise RuntimeError, on all ranks, unless the code of each rank has made the same optimizers and schedulers of the
+    same parameters; `rule` says how. Every rank calls it, before the strategy sets them up."""
+    topology = strategy.topology
+    if topology.world_size == 1:
+        return
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    stepped = {
+        name: [sorted(names.get(parameter, "") for parameter in group["params"]) for group in optimizer.param_groups]
+        for name, optimizer in optimizers.items()
+    }
+    said = json.dumps([configured(optimizers, schedulers), stepped])
+    mine = torch.tensor(zlib.crc32(said.encode()), device=topology.device)
+    first, *others = strategy.all_gather(mine).flatten().tolist()
+    odd = [str(rank) for rank, number in enumerate(others, 1) if number != first]
+    if odd:
+        raise RuntimeError(
+            f"the ranks disagree on their optimizers and schedulers: on rank {', '.join(odd)} classes, options or "
+            f"parameters are others than on rank 0; {rule} on every rank"
+        )
 
 
 def check_virtual_ranks(path: Any, saved: int, now: int) -> None:

@@ -40,6 +40,7 @@ _REFUSES = {
     "optimization; let training_step return a loss",
     "closures": "Federated computes each local step once, so an optimizer that calls a closure again is refused; "
     "use another optimizer",
+    "assigned_optimizers": "Federated steps them for several clients",
     "16-mixed": "precision='16-mixed' adapts one loss scale to all steps, and clients are independent of each other; "
     "with Federated use 'bf16-mixed'",
 }

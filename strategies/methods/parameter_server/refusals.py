@@ -14,6 +14,7 @@ REFUSES = {
     "strategy='ddp'",
     "closures": "a parameter server steps optimizers on gradients that have arrived, so one that calls a closure is "
     "refused; use strategy='ddp'",
+    "assigned_optimizers": "the servers step those that were set up before any hook",
     "16-mixed": "precision='16-mixed' scales losses by what overflowed, which a parameter server learns too late; use "
     "'bf16-mixed'",
     "planning": "workers and servers do not meet in steps, and what is in flight depends on their speed",

@@ -217,13 +217,27 @@ def assign_on_one_rank(trainer: Any, module: Any) -> None:
         trainer.optimizers = [adam(module)]
 
 
+def assign_a_scheduler_on_one_rank(trainer: Any, module: Any) -> None:
+    if trainer.global_rank:
+        trainer.lr_scheduler_configs = [StepLR(trainer.optimizers[0], 1)]
+
+
+def assign_for_other_parameters(trainer: Any, module: Any) -> None:
+    weights, biases = (
+        {"params": [p for name, p in module.named_parameters() if name.endswith(kind)]} for kind in ("weight", "bias")
+    )
+    groups = [weights, biases] if trainer.global_rank else [biases, weights]
+    groups[0]["lr"] = 1e-2
+    trainer.optimizers = [AdamW(groups)]
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Any], object], type[Exception], str]] = {
     "a rate": (lambda trainer, _: setattr(trainer, "optimizers", 0.1), TypeError, "takes a list .* was given float"),
     "none": (lambda trainer, _: setattr(trainer, "optimizers", []), ValueError, "no optimizer; return one"),
     "of other tensors": (
         lambda trainer, _: setattr(trainer, "optimizers", [adam(nn.Linear(1, 1))]),
         ValueError,
-        "not a parameter of|holds a tensor",
+        "steps a tensor that is not a parameter of Net",
     ),
     "beside their scheduler": (keep_the_scheduler, ValueError, "StepLR drives a SGD .* another one has replaced"),
     "saved at once": (
@@ -252,14 +266,41 @@ def test_nothing_else_is_assigned_later_in_a_run(name: str, instead: str) -> Non
 
 
 @pytest.mark.ranks
-def test_one_rank_cannot_assign_them_alone() -> None:
-    with pytest.raises(ValueError, match="ranks have other optimizers after on_fit_start"):
-        change(assign_on_one_rank, "ddp")
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how",
+    [assign_on_one_rank, assign_a_scheduler_on_one_rank, assign_for_other_parameters],
+    ids=lambda how: how.__name__,
+)
+def test_ranks_that_do_not_assign_the_same_are_named(how: Callable[[Any, Any], object], strategy: str) -> None:
+    with pytest.raises(RuntimeError, match="on rank 1 classes, options or parameters .*in on_fit_start or on_train_st"):
+        change(how, strategy)
+
+
+class OfTheRank(Net):
+    """Each rank steps weights with one rate and biases with another, but rank 1 the other way round."""
+
+    def configure_optimizers(self) -> Optimizer:
+        weights, biases = (
+            [p for name, p in self.named_parameters() if name.endswith(kind)] for kind in ("weight", "bias")
+        )
+        first, second = (biases, weights) if self.trainer.global_rank else (weights, biases)
+        return AdamW([{"params": first}, {"params": second, "lr": 1e-2}])
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("strategy", "why"), [("local_sgd", "LocalSGD steps them"), ("deepspeed_stage_2", "DeepSpeed's engine holds")]
+    "strategy", ["fsdp", *(pytest.param(s, marks=pytest.mark.slow) for s in ("tensor", "pipeline"))]
+)
+def test_ranks_that_return_optimizers_of_other_parameters_are_named(strategy: str) -> None:
+    with pytest.raises(RuntimeError, match="on rank 1 classes, options or parameters .*in configure_optimizers"):
+        fit(OfTheRank(), strategy)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [("local_sgd", "each learner of local updates"), ("deepspeed_stage_2", "DeepSpeed's engine holds")],
 )
 def test_strategies_that_cannot_exchange_them_say_so(strategy: str, why: str) -> None:
     with pytest.raises(AttributeError, match=f"trainer.optimizers was set, but {why}"):
