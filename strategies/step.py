@@ -24,6 +24,7 @@ from lockstep.strategies.modules.model_changes import gradient_marks, own_backwa
 from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.optimizers.fused import allow_sparse, skips_on_device
 from lockstep.strategies.sync import collectives
+from lockstep.strategies.sync.collective_fingerprint import once_a_sample
 from lockstep.strategies.sync.compression.compression import Compression
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
@@ -131,6 +132,7 @@ class SPMDStep(ManualOptimization):
         self._refuse("manual_optimization")
         if self.sees_whole_gradients and self._changes is not None:
             self._parameter_hooks.put_back(self._changes.parameters.items())  # each backward is a plain one
+        step_fn = once_a_sample(step_fn, self.topology)
         samples, vote, last = 0, StepVote(), len(window.micro_batches) - 1
         for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
             if self._in_group:

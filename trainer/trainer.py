@@ -181,6 +181,7 @@ class Trainer(Facts):
             )
         from lockstep.callbacks.guard import check_replicas
         from lockstep.strategies.launch.rng import shared_streams
+        from lockstep.strategies.sync.collective_fingerprint import counting_once
 
         alone = run.world_size == 1
         run.refuse_within_window("whole()")
@@ -189,7 +190,8 @@ class Trainer(Facts):
         with run.strategy.whole(run.wrapped), streams:
             yield
             if not alone and run.strategy.capabilities.synchronous:
-                check_replicas(self, module, gradients=True)
+                with counting_once():
+                    check_replicas(self, module, gradients=True)
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on rank 0, above the progress bar."""

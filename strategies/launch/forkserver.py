@@ -44,6 +44,8 @@ END = struct.Struct("ii")
 
 # Of the environment, what libraries read while they are imported, which for a running server was in the past.
 _IMPORT_TIME = ("ATEN_", "CUDA_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH")
+_LATER = "TORCHINDUCTOR_CACHE_DIR"
+"""Read where code is compiled, and set by torch as soon as its compiler is loaded."""
 
 
 class Server:
@@ -120,7 +122,8 @@ _lock = threading.Lock()
 def take(num_ranks: int) -> Server:
     """The idle server where it still fits, or a new one; `give_back` it."""
     num_threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, _num_cores() // num_ranks))
-    key = (num_threads, *sorted(item for item in os.environ.items() if item[0].startswith(_IMPORT_TIME)))
+    read = {name for name in os.environ if name.startswith(_IMPORT_TIME) and name != _LATER}
+    key = (num_threads, *((name, os.environ[name]) for name in sorted(read)))
     server = _swap(None)
     if server is not None and (server.owner != os.getpid() or server.key != key or server.process.poll() is not None):
         server.close()

@@ -48,6 +48,8 @@ class MeshModel(nn.Module):
         self.manual = False
         """Whether the bracket is of a step that runs backward itself, so that what requires gradients may change within
         it."""
+        self._trained: dict[int, bool] = {}
+        """What required gradients when it was gathered in such a step."""
         self.synchronizes = True
         """Whether the backward of the next step exchanges gradients; one within the step must not, of what was
         accumulated."""
@@ -74,7 +76,7 @@ class MeshModel(nn.Module):
             if self.units:
                 self.writes.look(self)
         if self.manual:
-            self._follow_flags()
+            self.follow_flags()
         self.depth += 1
         try:
             with mixed_tensors.step():
@@ -119,13 +121,19 @@ class MeshModel(nn.Module):
                         self._in_units.append((names.get(id(whole)) or names[id(parameter.sharded_param)], parameter))
         return self._in_units
 
-    def _follow_flags(self) -> None:
-        """Let whole parameters require gradients as the sharded ones, which user code may have changed since they were
-        gathered."""
+    def follow_flags(self) -> None:
+        """Let whole and sharded parameters require gradients alike, where user code has changed one of them since they
+        were gathered: the whole ones by way of the model, the sharded ones by way of an optimizer."""
         for _, parameter in self._held():
-            whole = getattr(parameter, "_unsharded_param", None)
-            if whole is not None and whole.requires_grad != parameter.sharded_param.requires_grad:
-                whole.requires_grad_(parameter.sharded_param.requires_grad)
+            whole, sharded = getattr(parameter, "_unsharded_param", None), parameter.sharded_param
+            if whole is None:
+                continue
+            if self._trained.get(id(parameter), whole.requires_grad) != whole.requires_grad:
+                sharded.requires_grad_(whole.requires_grad)
+            elif whole.requires_grad != sharded.requires_grad:
+                whole.requires_grad_(sharded.requires_grad)
+            if id(parameter) in self._trained:
+                self._trained[id(parameter)] = sharded.requires_grad
 
     def _note_used(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
         for parameter in group.fsdp_params:
@@ -155,6 +163,7 @@ class MeshModel(nn.Module):
         self.gather()
         try:
             yield
+            self.follow_flags()
         finally:
             self.depth, self.manual = self.depth - 1, False
 
@@ -163,9 +172,14 @@ class MeshModel(nn.Module):
         if self.units:
             self.unshard()  # type: ignore[operator]
             self.writes.look(self)
+            if self.manual:
+                held = (parameter for _, parameter in self._held() if hasattr(parameter, "_unsharded_param"))
+                self._trained = {id(parameter): parameter.unsharded_param.requires_grad for parameter in held}
 
     def close(self) -> None:
         """Leave in the model what the optimizer holds: this rank's part of every parameter."""
+        if self.manual:
+            self.follow_flags()
         if self._kept:
             self._keep(False)
         for unit in self.reused:
@@ -319,9 +333,7 @@ class _Lender:
         elif self._wrapped.depth and self._unit in self._wrapped.reused:
             self._lent.append(module)
         elif self._wrapped.manual:
-            for parameters, name, cut in self._places:
-                if parameters[name].requires_grad != cut.requires_grad:
-                    parameters[name].requires_grad_(cut.requires_grad)
+            self._wrapped.follow_flags()
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._lent and self._lent[-1] is module:

@@ -292,7 +292,7 @@ class ShardedStrategy(ShardedOptimizers):
 
     def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
         run: Callable[..., Any] = wrapped.run  # type: ignore[assignment]
-        step = steps.checked(step_fn, self._changes, self.topology, self._step_hooks)
+        step = steps.checked(step_fn, self._changes, self.topology)
         call = functools.partial(run, step) if self._steps is None else self._steps.announcing(run, step)
         return steps.ending_with_loss(wrapped, call) if self._sizes.keys() & {"ddp", "fsdp"} else call
 

@@ -41,10 +41,10 @@ def backend_of(topology: Topology) -> str:
     return "cpu:gloo,cuda:nccl" if topology.device.type == "cuda" else "gloo"
 
 
-def checked(step_fn: StepFn, changes: ModelChanges | None, topology: Topology, hooks: StepHooks) -> StepFn:
+def checked(step_fn: StepFn, changes: ModelChanges | None, topology: Topology) -> StepFn:
     """The user's step. Raises RuntimeError if it changed what only the whole parameters of this step know, or called a
     collective that counts samples once for each of the ranks that share them."""
-    step_fn = once_a_sample(step_fn, topology) if hooks.automatic else step_fn
+    step_fn = once_a_sample(step_fn, topology)
     return step_fn if changes is None else functools.partial(_changing_nothing, changes, step_fn)
 
 

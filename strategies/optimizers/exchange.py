@@ -119,6 +119,26 @@ class Exchange:
             for each in filter(_is_stepped_here, held):
                 each.sent = each.stepped.detach()
 
+    def scatter_gradients(self, held: Sequence[Owned], edits: Sequence[str]) -> None:
+        """Do to the gradients of what each rank holds what the optimizer on the owner did to its own: nothing (""), or
+        it was "dropped" or "changed"."""
+        changed: list[Owned] = []
+        for each, edit in zip(held, edits, strict=True):
+            if edit == "dropped":
+                each.sharded.grad = None
+            elif edit == "changed":
+                changed.append(each)
+                if each.sharded.grad is None:
+                    each.sharded.grad = torch.zeros_like(each.sharded)
+        sends, receives = (self._rows(_kinds(map(_gradient, changed))) for _ in range(2))
+        for each in changed:
+            if _is_stepped_here(each):
+                for piece in each.pieces:
+                    sends.add(piece.rank, piece.of(each.stepped.grad).to(_gradient(each).dtype))
+            if any(piece.rank == self._rank for piece in each.pieces):
+                receives.add(each.owner, local(_gradient(each)))
+        self._send(sends, receives)
+
     def _shards(self, held: Sequence[Owned]) -> Rows:
         """What this rank holds of them, by owner."""
         found = self._rows(_kinds(map(_value, held)))

@@ -97,6 +97,8 @@ class Owners:
         self._held: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         """The optimizer's groups while it steps, with their parameters as user code sees them."""
         self._before: list[dict[str, Any]] = []
+        self._gradients: dict[int, tuple[Tensor, int]] = {}
+        """Those that the optimizer was given, with their version, by the `id` of what owns them."""
         self._show()
         self._hide()
 
@@ -123,7 +125,10 @@ class Owners:
             self._hide()
             raise
         if closure is not None and self._steps_here():
-            self._broadcast(False)
+            self._exchange.scatter_gradients(self._of_groups(), self._broadcast([False, self._edits()])[1])
+        if closure is None and self._finding.kind == "coupled":
+            edits = self._broadcast(self._edits() if self._steps_here() else None)
+            self._exchange.scatter_gradients(self._of_groups(), edits)
         self._close(scatters=True)
         self._hide()
         if self._finding.keeps_numbers or self._finding.kind == "coupled" or has_modes(self.optimizer):
@@ -145,16 +150,31 @@ class Owners:
         return not self._finding.needs_all_groups or bool(self.optimizer.param_groups)
 
     def _lead(self, closure: Callable[[], Any]) -> Any:
-        self._broadcast(True)
-        return self._evaluate(closure)
+        edits = self._edits()
+        self._broadcast([True, edits])
+        return self._evaluate(closure, edits)
 
     def _follow(self, closure: Callable[[], Any] | None, _: Any = None) -> None:
         """Stands for the step on a rank that has nothing to step."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn
-        while closure is not None and self._broadcast(None):
-            self._evaluate(closure)
+        while closure is not None:
+            again, edits = self._broadcast(None)
+            if not again:
+                return self._exchange.scatter_gradients(self._of_groups(), edits)
+            self._evaluate(closure, edits)
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+    def _edits(self) -> list[str]:
+        """What the optimizer has done to each gradient since this rank gave it the parameters."""
+        found = []
+        for each in self._of_groups():
+            gradient = each.stepped.grad
+            before, version = self._gradients.get(id(each), (None, 0))
+            same = gradient is before and (gradient is None or gradient._version == version)
+            found.append("" if same else "dropped" if gradient is None else "changed")
+        return found
+
+    def _evaluate(self, closure: Callable[[], Any], edits: list[str]) -> Any:
+        self._exchange.scatter_gradients(self._of_groups(), edits)
         self._close(scatters=True)
         self._hide()
         loss = closure()
@@ -256,6 +276,11 @@ class Owners:
         groups = self.optimizer.param_groups
         self._held = [(group, list(group["params"])) for group in groups]
         self._exchange.gather(self._of_groups())
+        self._gradients = {
+            id(each): (each.stepped.grad, each.stepped.grad._version)
+            for each in self._of_groups()
+            if is_here(each.stepped) and each.stepped.grad is not None
+        }
         self._before = [numbers_of(group) for group in groups]
         for group, params in self._held:
             stepped = [self._owned[id(p)].stepped for p in params if is_here(p)]

@@ -65,6 +65,8 @@ class ShardedOptimizers(SPMDStrategy):
         from lockstep.strategies.mesh import dtensors
 
         wrapped.close()  # type: ignore[operator]
+        if wrapped.depth and closure is not None:
+            closure = _within_the_step(wrapped, closure)
         if not self._compared:
             self._compared = steps.compare_whole_gradients(self.unwrap(wrapped), self._mesh)
         with explained(type(optimizer).__name__):
@@ -91,3 +93,17 @@ class ShardedOptimizers(SPMDStrategy):
         else:
             with owners.whole() as (held, _):
                 yield held
+
+
+def _within_the_step(wrapped: nn.Module, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """`closure` of manual optimization, which computes with the parameters as they are now, and leaves gradients where
+    the optimizer finds them."""
+
+    def call() -> Any:
+        wrapped.gather()  # type: ignore[operator]
+        try:
+            return closure()
+        finally:
+            wrapped.close()  # type: ignore[operator]
+
+    return call

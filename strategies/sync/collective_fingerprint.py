@@ -11,7 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,12 +30,13 @@ _STACK = ("allgather", "_allgather_base", "all_gather_single", "allgather_coales
 _OTHERS = ["gather", "scatter", "alltoall", "alltoall_base", "all_to_all_single", "barrier"]
 
 
-_refused: tuple[str, bool] | None = None
+_Refused: TypeAlias = tuple[str, bool] | None
+_refused: _Refused = None
 """Why calls are refused now, and whether all of them are."""
 
 
 @contextmanager
-def refusing(why: str, every: bool = False) -> Iterator[None]:
+def refusing(why: str, every: bool = False) -> Iterator[_Refused]:
     """While it lasts RuntimeError(`why`) is raised for calls in the default process group that add or stack what all
     ranks have, or for `every` one."""
     yield from _while((why, every))
@@ -59,16 +60,23 @@ def once_a_sample(step: Callable[..., Any], topology: Topology) -> Callable[...,
 
 
 @contextmanager
-def counting_once() -> Iterator[None]:
-    """While it lasts calls that stack and add are not refused, as their caller counts what ranks share once."""
+def counting_once() -> Iterator[_Refused]:
+    """While it lasts calls that stack and add are not refused, as their caller counts what ranks share once. Gives what
+    `restored` takes around code of the user that is called meanwhile."""
     yield from _while(_refused if _refused is not None and _refused[1] else None)
 
 
-def _while(refused: tuple[str, bool] | None) -> Iterator[None]:
+@contextmanager
+def restored(refused: _Refused) -> Iterator[_Refused]:
+    """While it lasts calls are refused that were before `counting_once`."""
+    yield from _while(refused)
+
+
+def _while(refused: _Refused) -> Iterator[_Refused]:
     global _refused
     before, _refused = _refused, refused
     try:
-        yield
+        yield before
     finally:
         _refused = before
 

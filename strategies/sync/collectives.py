@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.strategies.sync.collective_fingerprint import counting_once
+
 
 def all_reduce(tensor: Tensor, op: str) -> Tensor:
     """A new tensor, the "sum", "mean", "max" or "min" over all ranks."""
@@ -89,6 +91,7 @@ def sum_gradients(
 
 
 @torch.no_grad()
+@counting_once()
 def clip_by_norm(
     gradients: Mapping[Any, Sequence[Tensor]], max_norm: float, device: torch.device, copies: Sequence[Tensor] = ()
 ) -> Tensor:

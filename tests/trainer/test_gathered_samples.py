@@ -86,6 +86,60 @@ def test_own_collectives_that_would_count_them_twice_are_refused(strategy: str, 
         trained(how, strategy)
 
 
+class ByHand(Centred):
+    """The same by manual optimization: what Lockstep itself sums over ranks is not refused, nor is what a hook does."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip_gradients(optimizer, 0.5)
+        self.log("norm", self.grad_norm())
+        with self.trainer.whole(self):
+            self.log("weights", sum(p.norm() for p in self.parameters()))
+        optimizer.step()
+
+    def on_after_backward(self) -> None:
+        if dist.is_initialized():
+            dist.all_reduce(torch.ones(()))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", ["self.sum_over_ranks", "torch.distributed"])
+def test_manual_optimization_counts_each_sample_once(how: str) -> None:
+    refused = pytest.raises(RuntimeError, match="of torch.distributed was called in a step, but 2 ranks each share")
+    with refused if how == "torch.distributed" else nullcontext():
+        found = []
+        for strategy, devices in (("tensor", 2), ("single", 1)):
+            module, options = ByHand(how), {"strategy": strategy, "devices": devices, "accelerator": "cpu"}
+            quiet(**options, precision="64-true").fit(module, loader(32, 8))
+            found.append([*weights(module), module.total, module.count])
+        assert distance(*found) < 1e-12
+
+
+class InAClosure(Net):
+    """Calls a collective in the closure of a manual step."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        def closure() -> Tensor:
+            loss = self.net(batch[0]).square().mean()
+            dist.all_reduce(loss.detach().clone())
+            self.manual_backward(loss)
+            return loss
+
+        self.optimizers().step(closure)
+
+
+@pytest.mark.ranks
+def test_a_closure_is_a_part_of_the_step() -> None:
+    with pytest.raises(RuntimeError, match="allreduce of torch.distributed was called in a step, but 2 ranks each"):
+        quiet(strategy="tensor", devices=2, accelerator="cpu").fit(InAClosure(optimizer="SGD"), loader(16, 4))
+
+
 class Counts(Net):
     """A step of an evaluation that adds its samples up by itself, or as `how` says."""
 

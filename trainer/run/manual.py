@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from lockstep.strategies.sync.collective_fingerprint import counting_once, restored
+
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
 
@@ -30,12 +32,13 @@ class ManualOptimizer:
                 "optimizer.step() was called, but manual_backward was not, so the ranks have not summed their "
                 "gradients; call self.manual_backward(loss) in place of loss.backward()"
             )
-        for hook in run.hooks.on_before_optimizer_step:
-            hook(self.optimizer)
-        if closure is not None and run.world_size > 1:
-            closure = self._agreed(closure)
-        if run.strategy.optimizer_step(run.wrapped, self.optimizer, closure):
-            run.manually_stepped = True
+        with counting_once() as refused:
+            for hook in run.hooks.on_before_optimizer_step:
+                hook(self.optimizer)
+            if closure is not None and run.world_size > 1:
+                closure = self._agreed(closure, refused)
+            if run.strategy.optimizer_step(run.wrapped, self.optimizer, closure):
+                run.manually_stepped = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
@@ -55,12 +58,14 @@ class ManualOptimizer:
         finally:
             module.untoggle_optimizer(self)
 
-    def _agreed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """`closure` with the same loss on all ranks: a line search must end on all of them at once."""
+    def _agreed(self, closure: Callable[[], Any], refused: Any) -> Callable[[], Any]:
+        """`closure` with the same loss on all ranks: a line search must end on all of them at once. What is `refused`
+        in the step is in the closure too."""
         run = self._run
 
         def call() -> Any:
-            loss = closure()
+            with restored(refused):
+                loss = closure()
             if not isinstance(loss, Tensor):
                 return loss
             return run.strategy.all_reduce(loss * run.batch_share, "mean") * run.strategy.topology.data_size
@@ -120,6 +125,7 @@ class AutomaticOptimizer:
         return getattr(self.optimizer, name)
 
 
+@counting_once()
 def manual_backward(run: RunState, loss: Tensor, retain_graph: bool = False) -> None:
     """`Module.manual_backward`."""
     for hook in run.hooks.on_before_backward:

@@ -1,0 +1,168 @@
+"""What a step of manual optimization does by itself is as on one process where parameters are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adam, Optimizer
+
+from lockstep import Module
+from tests.trainer.toy import Net, distance, loader, quiet, weights
+
+SLOW = [pytest.mark.ranks, pytest.mark.slow]
+STRATEGIES = [pytest.param("fsdp", marks=pytest.mark.ranks)]
+STRATEGIES += [pytest.param(name, marks=SLOW) for name in ("ddp", "tensor", "fsdp=2,tensor=2")]
+
+
+class Sharpness(Optimizer):
+    """Sharpness-aware minimization: moves along the gradient that it is given, and steps from where it was with the
+    gradient of there, for which it calls the closure."""
+
+    def __init__(self, params: Any, keeps: bool = False) -> None:
+        super().__init__(params, {})
+        self.inner, self.keeps = SGD(self.param_groups, lr=0.1), keeps
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm, before = torch.stack([p.grad.norm() for p in params]).norm(), [p.clone() for p in params]
+        for p in params:
+            p.add_(p.grad / norm, alpha=0.05)
+            if self.keeps:
+                p.grad.mul_(0.5)
+        if not self.keeps:
+            self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for p, value in zip(params, before, strict=True):
+            p.copy_(value)
+        self.inner.step()
+        self.zero_grad(set_to_none=self.keeps)
+
+
+class Closes(Net):
+    """Steps by closure; one that does not drop gradients (`drops`) leaves that to the optimizer."""
+
+    automatic_optimization = False
+
+    def __init__(self, make: Callable[[Any], Optimizer], drops: bool) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.make, self.drops = make, drops
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            if self.drops:
+                optimizer.zero_grad()
+            loss = Net.training_step(self, batch, batch_idx)
+            self.manual_backward(loss)
+            return loss
+
+        if not self.drops:
+            closure()
+        optimizer.step(closure)
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def fit(module: Module, strategy: str) -> list[Tensor]:
+    devices = {"single": 1, "fsdp=2,tensor=2": 4}.get(strategy, 2)
+    own = 8 // (1 if strategy in ("single", "tensor") else 2)
+    quiet(strategy=strategy, devices=devices, accelerator="cpu", precision="64-true").fit(module, loader(48, own))
+    return weights(module)
+
+
+CLOSED: dict[str, tuple[Callable[[Any], Optimizer], bool]] = {
+    "SGD": (lambda parameters: SGD(parameters, lr=0.1), True),
+    "LBFGS": (lambda parameters: LBFGS(parameters, max_iter=3, line_search_fn="strong_wolfe"), True),
+    "drops gradients": (Sharpness, False),
+    "scales gradients": (lambda parameters: Sharpness(parameters, keeps=True), False),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("how", CLOSED)
+def test_a_closure_is_evaluated_where_the_optimizer_has_moved_to(how: str, strategy: str) -> None:
+    assert distance(fit(Closes(*CLOSED[how]), strategy), fit(Closes(*CLOSED[how]), "single")) < 1e-12
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.other(torch.relu(self.one(x)))
+
+
+class Turns(Module):
+    """A generator and a critic in blocks, of which the step freezes the one that does not step, by way of the model."""
+
+    automatic_optimization = False
+
+    def __init__(self, late: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.late = late
+        self.generator = nn.Sequential(nn.Linear(8, 8), *[Block() for _ in range(2)])
+        self.critic = nn.Sequential(*[Block() for _ in range(2)], nn.Linear(8, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, (first, second) = batch[0], self.optimizers()
+        self.critic.requires_grad_(False)
+        first.zero_grad()
+        self.manual_backward(F.softplus(-self.critic(self.generator(x))).mean())
+        first.step()
+        self.critic.requires_grad_(True)
+        self.generator.requires_grad_(self.late)
+        second.zero_grad()
+        loss = F.softplus(-self.critic(x)).mean() + F.softplus(self.critic(self.generator(x))).mean()
+        self.generator.requires_grad_(False)
+        self.manual_backward(loss)
+        second.step()
+        self.generator.requires_grad_(True)
+
+    def configure_optimizers(self) -> Any:
+        return [SGD(self.generator.parameters(), lr=0.1), Adam(self.critic.parameters(), lr=0.01)]
+
+
+class Freezes(Net):
+    """Freezes the biases in every other step, and the first layer for good in the fourth."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.net[3].bias.requires_grad_(batch_idx % 2 == 0)
+        if batch_idx == 3:
+            self.net[0].requires_grad_(False)
+        optimizer.zero_grad()
+        self.manual_backward(Net.training_step(self, batch, batch_idx))
+        optimizer.step()
+
+    def on_train_end(self) -> None:
+        assert [p.requires_grad for p in self.parameters()] == [False, False, True, False]
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "make", [Turns, lambda: Turns(late=True), Freezes], ids=["in turns", "before the backward", "one layer"]
+)
+def test_what_a_step_freezes_by_way_of_the_model_is_frozen(make: Callable[[], Module], strategy: str) -> None:
+    assert distance(fit(make(), strategy), fit(make(), "single")) < 1e-12
