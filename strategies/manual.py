@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import compress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,6 +94,10 @@ class ManualOptimization(UserChanges):
         """The ranks with which this one steps; None for all."""
         self._watched: list[nn.Parameter] = []
         """The wrapped model's parameters."""
+        self._by_hand: list[tuple[nn.Parameter, Tensor]] = []
+        """Parameters to whose gradients a backward of this rank alone has added, and these."""
+        self._sums = False
+        """Whether a backward runs whose gradients are summed over ranks."""
 
     def _refuse(self, what: str) -> None:
         """Raise ValueError if the strategy says that it refuses this."""
@@ -123,6 +128,53 @@ class ManualOptimization(UserChanges):
             )
 
     @contextmanager
+    def _watching_backward(self) -> Iterator[None]:
+        """Manual optimization: while it lasts, remember what a backward adds to gradients besides `_one_backward`."""
+        if self.topology.data_size == 1:
+            yield
+            return
+        backward = torch.autograd.backward
+
+        def watched(*args: Any, **options: Any) -> None:
+            if self._sums:
+                return backward(*args, **options)
+            before = self._marks()
+            backward(*args, **options)
+            after = self._marks()
+            if len(after) > len(self._watched) and after != before:  # zero_grad of an optimizer would not undo it
+                raise self._own_backward()
+            self._by_hand += [
+                (p, p.grad)
+                for p, one, other in zip(self._watched, before, after, strict=False)
+                if one != other and p.grad is not None
+            ]
+
+        self._by_hand = []
+        vars(torch.autograd)["backward"] = watched
+        try:
+            yield
+        finally:
+            vars(torch.autograd)["backward"] = backward
+
+    def _marks(self) -> list[int | None]:
+        """What a backward changes: of the gradients of the model's parameters, and of those that it has whole."""
+        whole = [] if self._changes is None else [p for _, p in self._changes.in_step()]
+        gradients = (p.grad for p in [*self._watched, *whole])
+        return [None if gradient is None else collectives.local(gradient)._version for gradient in gradients]
+
+    def _check_own_backward(self) -> None:
+        """Raise RuntimeError where a gradient that is this rank's alone would be summed or stepped along."""
+        if any(p.grad is gradient and gradient.any() for p, gradient in self._by_hand):
+            raise self._own_backward()
+        self._by_hand = []
+
+    def _own_backward(self) -> RuntimeError:
+        return RuntimeError(
+            "training_step called backward, which has added gradients of this rank's samples to those of parameters; "
+            "call self.manual_backward(loss), or torch.autograd.grad for gradients of other tensors"
+        )
+
+    @contextmanager
     def _one_backward(self, wrapped: nn.Module) -> Iterator[None]:
         """Manual optimization: a backward within leaves in `.grad` what it leaves on one process, on top of what was
         there. Every rank calls it."""
@@ -131,10 +183,15 @@ class ManualOptimization(UserChanges):
             return
         if self._changes is not None and self._parameter_hooks.added(self._changes.hookable()):
             self._parameter_hooks.take(self._changes.hookable())
+        self._check_own_backward()
         before = {id(p): p.grad for p in self._watched if p.grad is not None}
         for parameter in self._watched:
             parameter.grad = None
-        yield
+        self._sums = True
+        try:
+            yield
+        finally:
+            self._sums = False
         reached = self._reached()
         if self._in_group:
             self.sum_gradients(wrapped, reached)

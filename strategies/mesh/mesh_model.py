@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.strategies.mesh import mixed_tensors
 from lockstep.strategies.mesh.structure import Structure
 from lockstep.strategies.mesh.tensor_plan.styles import SequenceSharding
-from lockstep.strategies.mesh.unsharded_writes import UnshardedWrites
+from lockstep.strategies.mesh.unsharded_writes import UnshardedWrites, is_freed
 from lockstep.strategies.modules.forwards import within_compiled
 from lockstep.strategies.modules.meta import materialize as materialize
 from lockstep.strategies.sync.call_order import END_FORWARD, CallOrder
@@ -108,7 +108,7 @@ class MeshModel(nn.Module):
     def unsharded_by_name(self) -> Iterator[tuple[str, Tensor]]:
         """The whole parameters that user code finds in a step, as far as they were gathered, by name."""
         for name, parameter in self._held():
-            if hasattr(parameter, "_unsharded_param"):
+            if hasattr(parameter, "_unsharded_param") and not is_freed(parameter._unsharded_param):
                 yield name, parameter.unsharded_param
 
     def _held(self) -> list[tuple[str, Any]]:
@@ -126,7 +126,7 @@ class MeshModel(nn.Module):
         were gathered: the whole ones by way of the model, the sharded ones by way of an optimizer."""
         for _, parameter in self._held():
             whole, sharded = getattr(parameter, "_unsharded_param", None), parameter.sharded_param
-            if whole is None:
+            if whole is None or is_freed(whole):
                 continue
             if self._trained.get(id(parameter), whole.requires_grad) != whole.requires_grad:
                 sharded.requires_grad_(whole.requires_grad)
@@ -291,6 +291,9 @@ class MeshModel(nn.Module):
                 # Between what torch does before and after the forward: gathers and frees.
                 unit.register_forward_pre_hook(lambda module, args: self.writes.look(module))
                 unit.register_forward_hook(lambda module, args, output: self.writes.write_back(module), prepend=True)
+        if self.units:
+            for group in self._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+                self.writes.follow(group, lambda: self.manual)
         inside = {module for block in blocks.values() for module in block.modules()}
         traced = within_compiled(self.model)
         for module in self.model.modules():

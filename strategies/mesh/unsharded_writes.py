@@ -1,10 +1,11 @@
 """Weights that user code changes while FSDP has them whole: the change is brought to the shards before the whole is
-freed."""
+freed, after which it cannot be used."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,6 +25,68 @@ class UnshardedWrites:
         self._found: dict[int, tuple[Any, int]] = {}
         self._seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         """Of each parameter the whole, the shard, and the part of the whole that the shard holds: views, made once."""
+        self._views: dict[int, Tensor] = {}
+        """Of each parameter that is followed the whole as torch gathers it."""
+        self._gathered: dict[int, Tensor | int] = {}
+        """In manual optimization what shards had when they were gathered: values, or a version on an accelerator."""
+
+    def follow(self, group: Any, is_manual: Callable[[], bool]) -> None:
+        """From now on raise RuntimeError for a step of manual optimization that uses a whole parameter of this group
+        once it is freed: torch gives it no value and no gradient, and what is set on it is lost."""
+        to_sharded, to_unsharded = group._to_sharded, group._to_unsharded
+
+        def free() -> None:
+            to_sharded()
+            for parameter in _gatherable(group):
+                self._gathered.pop(id(parameter), None)
+                whole = parameter._unsharded_param
+                if is_manual() and not is_freed(whole):
+                    whole.__class__ = _freed(type(whole))
+
+        def gather() -> None:
+            for parameter in _gatherable(group):
+                whole = parameter._unsharded_param
+                if is_freed(whole):
+                    whole.__class__ = type(whole).__bases__[0]
+            to_unsharded()
+            for parameter in _gatherable(group):
+                self._views.setdefault(id(parameter), parameter._unsharded_param.detach())
+                if is_manual():
+                    self._note(parameter)
+
+        group._to_sharded, group._to_unsharded = free, gather
+
+    def _note(self, parameter: Any) -> None:
+        shard = _held(parameter.sharded_param).detach()
+        self._gathered[id(parameter)] = shard.clone() if shard.is_cpu else shard._version
+
+    def _put_back(self, parameter: Any) -> bool:
+        """Undo `parameter.data = …`, which would hide what torch gathers later, and keep the values; whether there was
+        something to undo."""
+        view, whole = self._views.get(id(parameter)), parameter._unsharded_param
+        if view is None or type(view) is not Tensor or whole.is_set_to(view):
+            return False
+        if whole.shape != view.shape or whole.dtype != view.dtype:
+            raise RuntimeError(
+                f"training_step gave a parameter of shape {list(view.shape)} and {view.dtype} data of shape "
+                f"{list(whole.shape)} and {whole.dtype}, which sharded parameters cannot take; keep shape and dtype"
+            )
+        view.data.copy_(whole.detach())  # without a new version, as torch gathers
+        whole.data = view
+        return True
+
+    def _check_shard(self, parameter: Any, shard: Tensor) -> None:
+        """Raise RuntimeError if the shard is another than it was when it was gathered."""
+        before = self._gathered.get(id(parameter))
+        if before is None:
+            return
+        if same_values(shard.detach(), before) if isinstance(before, Tensor) else shard._version == before:
+            return
+        raise RuntimeError(
+            "parameters that an optimizer holds were changed within training_step, by another optimizer or by way of "
+            "param_groups, while the module had them whole, so the two differ; change them by way of "
+            "self.parameters(), and return each optimizer from configure_optimizers and step it by self.optimizers()"
+        )
 
     def look(self, unit: Any) -> None:
         """The unit was gathered just now."""
@@ -36,6 +99,10 @@ class UnshardedWrites:
         """The unit is about to be freed. Does nothing where it is not whole."""
         for parameter in _unsharded(unit):
             whole, shard = _held(parameter.unsharded_param), _held(parameter.sharded_param)
+            self._check_shard(parameter, shard)
+            if self._put_back(parameter):
+                self._write(parameter, whole.detach(), shard.detach())
+                continue
             if whole.is_cpu:
                 seen = self._seen.get(id(parameter))
                 if seen is None or not (whole.is_set_to(seen[0]) and shard.is_set_to(seen[1])):
@@ -55,6 +122,8 @@ class UnshardedWrites:
         if whole.is_cpu and same_values(part, was):
             return
         shard.copy_(torch.where(part == was, shard, part.to(shard.dtype)))  # others keep what a cast would round
+        if id(parameter) in self._gathered:
+            self._note(parameter)
         known = self._found.get(id(parameter), (parameter, 0))[1]
         self._found[id(parameter)] = parameter, checksum(whole, known)
 
@@ -67,10 +136,37 @@ class UnshardedWrites:
         return {id(parameter.sharded_param): number for parameter, number in found.values()}
 
 
+_FREED: dict[type, type] = {}
+"""By the class of a parameter that of one of which nothing can be asked."""
+
+
+def is_freed(whole: Any) -> bool:
+    return type(whole) in _FREED.values()
+
+
+def _freed(cls: type) -> type:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "a parameter is used that training_step took from the module while it was whole, but it has been freed "
+            "since, by a backward or a step; take it again, as by self.parameters(), after manual_backward and "
+            "optimizer.step"
+        )
+
+    if cls not in _FREED:
+        names = {"__slots__": (), "__torch_function__": classmethod(refuse)}
+        _FREED[cls] = types.new_class("Freed", (cls,), exec_body=lambda body: body.update(names))
+    return _FREED[cls]
+
+
 def _unsharded(unit: Any) -> Iterator[Any]:
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         if group.is_unsharded:
-            yield from (parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param"))
+            yield from _gatherable(group)
+
+
+def _gatherable(group: Any) -> Iterator[Any]:
+    """Parameters that were whole before."""
+    return (parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param"))
 
 
 def _held(tensor: Any) -> Tensor:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lockstep.strategies.sync.collective_fingerprint import counting_once, restored
-
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
 
@@ -32,6 +30,8 @@ class ManualOptimizer:
                 "optimizer.step() was called, but manual_backward was not, so the ranks have not summed their "
                 "gradients; call self.manual_backward(loss) in place of loss.backward()"
             )
+        from lockstep.strategies.sync.collective_fingerprint import counting_once
+
         with counting_once() as refused:
             for hook in run.hooks.on_before_optimizer_step:
                 hook(self.optimizer)
@@ -61,6 +61,8 @@ class ManualOptimizer:
     def _agreed(self, closure: Callable[[], Any], refused: Any) -> Callable[[], Any]:
         """`closure` with the same loss on all ranks: a line search must end on all of them at once. What is `refused`
         in the step is in the closure too."""
+        from lockstep.strategies.sync.collective_fingerprint import restored
+
         run = self._run
 
         def call() -> Any:
@@ -125,15 +127,17 @@ class AutomaticOptimizer:
         return getattr(self.optimizer, name)
 
 
-@counting_once()
 def manual_backward(run: RunState, loss: Tensor, retain_graph: bool = False) -> None:
     """`Module.manual_backward`."""
-    for hook in run.hooks.on_before_backward:
-        hook(loss)
-    run.strategy.backward(run.wrapped, loss, run.batch_share, retain_graph)
-    run.called_backward = True
-    for hook in run.hooks.on_after_backward:
-        hook()
+    from lockstep.strategies.sync.collective_fingerprint import counting_once
+
+    with counting_once():
+        for hook in run.hooks.on_before_backward:
+            hook(loss)
+        run.strategy.backward(run.wrapped, loss, run.batch_share, retain_graph)
+        run.called_backward = True
+        for hook in run.hooks.on_after_backward:
+            hook()
 
 
 def evaluates_again(optimizer: Optimizer) -> bool:

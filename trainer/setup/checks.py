@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
 
 from lockstep import callbacks
 from lockstep.callbacks.base import Callback
@@ -19,7 +22,9 @@ from lockstep.trainer.setup import start
 from lockstep.trainer.setup.loaders import Sources, loaders_of
 
 if TYPE_CHECKING:
+    from lockstep.strategies.base import Strategy
     from lockstep.trainer.run.state import RunState
+    from lockstep.trainer.setup.optimizers import SchedulerConfig
 
 _log = logging.getLogger("lockstep")
 
@@ -222,3 +227,35 @@ def no_module(stage: str, given: Any) -> TypeError:
     if isinstance(given, type):
         said = f"the class {given.__name__}; write {given.__name__}(…)"
     return TypeError(f"{stage} takes a lockstep.Module, but model is {said}")
+
+
+def check_schedulers(module: Module, named: Mapping[str, Optimizer], schedulers: Sequence[SchedulerConfig]) -> None:
+    """Raise ValueError or TypeError for a scheduler that could not step, or would change nothing."""
+    name = type(module).__name__
+    for config in schedulers:
+        kind = type(config.scheduler).__name__
+        if config.reduce_on_plateau and config.monitor is None and module.automatic_optimization:
+            raise ValueError(f"{kind} needs the name of a metric: return {{'scheduler': …, 'monitor': 'val/loss'}}")
+        if not callable(getattr(config.scheduler, "step", None)) and not overrides(module, "lr_scheduler_step", Module):
+            raise TypeError(
+                f"{kind} is not a scheduler of torch: it has no step, so {name} needs lr_scheduler_step; define it"
+            )
+    for config in schedulers:
+        kind = type(config.scheduler).__name__
+        driven = getattr(config.scheduler, "optimizer", None)
+        if isinstance(driven, Optimizer) and not any(driven is optimizer for optimizer in named.values()):
+            raise ValueError(
+                f"{kind} drives a {type(driven).__name__} that {name}.configure_optimizers did not return, or that "
+                "another one has replaced, so its rates would change nothing; build the scheduler on an optimizer of "
+                "the run"
+            )
+
+
+def refuse_monitor_in_step(strategy: Strategy, schedulers: Sequence[SchedulerConfig]) -> None:
+    """Raise ValueError for a scheduler that monitors a mean over ranks in steps in which they do not meet."""
+    for config in schedulers:
+        if config.reduce_on_plateau and config.interval == "step":
+            raise ValueError(
+                f"a scheduler monitors {config.monitor!r} in each step, which is a mean over ranks, but those of "
+                f'{strategy.name} do not meet in every step; give it interval="epoch"'
+            )

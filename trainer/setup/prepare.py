@@ -25,7 +25,7 @@ from lockstep.trainer.run.guards import Guards, check_ownership
 from lockstep.trainer.run.hooks import all_of, in_phase, overrides, training_step_of, transfer_of
 from lockstep.trainer.run.manual import AutomaticOptimizer, ManualOptimizer
 from lockstep.trainer.seeding import derive, seed_everything
-from lockstep.trainer.setup import frozen, optimizers, resume
+from lockstep.trainer.setup import checks, frozen, optimizers, resume
 from lockstep.trainer.setup.loaders import Sources, combined, evaluation_loaders, length_of, limit_of
 from lockstep.trainer.setup.optimizers import SchedulerConfig
 from lockstep.trainer.setup.own_steps import own_step
@@ -284,9 +284,9 @@ def set_up_optimizers(
             f"{type(module).__name__}.configure_optimizers returned no optimizer; return one, or set "
             "automatic_optimization = False"
         )
-    optimizers.check_schedulers(module, named, schedulers)
+    checks.check_schedulers(module, named, schedulers)
     if not run.strategy.capabilities.synchronous:
-        optimizers.refuse_monitor_in_step(run.strategy, schedulers)
+        checks.refuse_monitor_in_step(run.strategy, schedulers)
     unowned = check_ownership(module, named) if module.automatic_optimization else []
     run.configured = resume.configured(named, schedulers) | {"assigned": assigned}
     if run.resumed is not None and not resume.are_assigned(run.resumed.state.get("configured")):

@@ -166,3 +166,121 @@ class Freezes(Net):
 )
 def test_what_a_step_freezes_by_way_of_the_model_is_frozen(make: Callable[[], Module], strategy: str) -> None:
     assert distance(fit(make(), strategy), fit(make(), "single")) < 1e-12
+
+
+class Edits(Net):
+    """A step that changes weights or gradients by itself, as `how` says."""
+
+    automatic_optimization = False
+
+    def __init__(self, how: str) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, early = self.optimizers(), list(self.parameters())
+        optimizer.zero_grad()
+        inner = SGD(self.parameters(), lr=0.1)
+        for _ in range(2 if self.how == "another optimizer" else 1):
+            self.manual_backward(Net.training_step(self, batch, batch_idx))
+            if self.how == "another optimizer":
+                inner.step()
+        if self.how == "gradients of parameters taken before":
+            early[1].grad = None
+        elif self.how == "gradients of parameters taken again":
+            list(self.parameters())[1].grad = None
+        optimizer.step()
+        if self.how == "data":
+            for p in early:
+                p.data = p.data * 0.9
+        elif self.how == "by way of param_groups":
+            for p in optimizer.param_groups[0]["params"]:
+                p.data.mul_(0.9)
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("how", ["data", "gradients of parameters taken again"])
+def test_what_a_step_changes_by_itself_holds(how: str, strategy: str) -> None:
+    assert distance(fit(Edits(how), strategy), fit(Edits(how), "single")) < 1e-12
+
+
+@pytest.mark.parametrize("strategy", [STRATEGIES[0], STRATEGIES[-1]])
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("gradients of parameters taken before", "took from the module while it was whole, but it has been freed"),
+        ("another optimizer", "took from the module while it was whole, but it has been freed"),
+        ("by way of param_groups", "parameters that an optimizer holds were changed within training_step"),
+    ],
+)
+def test_what_would_be_lost_is_refused(how: str, why: str, strategy: str) -> None:
+    with pytest.raises(RuntimeError, match=why):
+        fit(Edits(how), strategy)
+
+
+class Reptile(Net):
+    """An inner optimizer made of what a `state_dict` left sharded, while the module is whole again."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.net.state_dict()
+        inner = SGD(self.parameters(), lr=0.1)
+        for _ in range(3):
+            inner.zero_grad()
+            self.manual_backward(Net.training_step(self, batch, batch_idx))
+            inner.step()
+
+
+@pytest.mark.ranks
+def test_an_inner_optimizer_of_sharded_parameters_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="return each optimizer from configure_optimizers and step it by"):
+        fit(Reptile(), "fsdp")
+
+
+class Attacks(Net):
+    """Trains on inputs that are moved along their gradients, which come from `backward`; `drops` drops the gradients
+    that this leaves of parameters."""
+
+    automatic_optimization = False
+
+    def __init__(self, how: str, drops: bool) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.how, self.drops = how, drops
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, optimizer = batch[0].clone().requires_grad_(), self.optimizers()
+        loss = F.cross_entropy(self.net(x), batch[1])
+        if self.how == "torch.autograd.grad":
+            (x.grad,) = torch.autograd.grad(loss, x)
+        else:
+            loss.backward()
+        assert x.grad is not None
+        if self.drops:
+            optimizer.zero_grad(set_to_none=batch_idx % 2 == 0)
+        self.manual_backward(F.cross_entropy(self.net((x + 0.1 * x.grad.sign()).detach()), batch[1]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_of_inputs_leave_those_of_parameters_alone(strategy: str) -> None:
+    expected = fit(Attacks("backward", drops=True), "single")
+    assert distance(fit(Attacks("torch.autograd.grad", drops=False), strategy), expected) < 1e-12
+    if strategy in ("ddp", "tensor"):
+        assert distance(fit(Attacks("backward", drops=True), strategy), expected) < 1e-12
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("strategy", "drops"), [("ddp", False), ("fsdp", False), ("fsdp", True)])
+def test_a_backward_of_one_rank_alone_is_refused(strategy: str, drops: bool) -> None:
+    with pytest.raises(RuntimeError, match="training_step called backward, .* call self.manual_backward"):
+        fit(Attacks("backward", drops), strategy)
