@@ -29,7 +29,9 @@ def all_gather(run: RunState, data: Any) -> Any:
         return type(data)(*gathered) if hasattr(data, "_fields") else type(data)(gathered)
     topology = run.strategy.topology
     with counting_once():
-        stacked = run.strategy.all_gather(data if isinstance(data, Tensor) else torch.tensor(data))
+        stacked = run.strategy.all_gather(
+            data if isinstance(data, Tensor) else torch.tensor(data, device=topology.device)
+        )
         return stacked if topology.data_size == topology.world_size else stacked[_with_other_samples(run)]
 
 

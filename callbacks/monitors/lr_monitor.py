@@ -45,6 +45,16 @@ class LearningRateMonitor(Callback):
         self._used: dict[str, float] = {}  # by the step that is being taken, where that step is logged
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        self._check_names(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        self._check_names(trainer)  # hooks of the start may have set other optimizers
+        stats = self._stats(trainer, "epoch")
+        if stats:
+            self._log(trainer, stats)
+
+    @staticmethod
+    def _check_names(trainer: Trainer) -> None:
         for optimizer in trainer.optimizers:
             for name, count in Counter(group["name"] for group in optimizer.param_groups if "name" in group).items():
                 if count > 1:
@@ -52,11 +62,6 @@ class LearningRateMonitor(Callback):
                         f"LearningRateMonitor found {count} parameter groups of {type(optimizer).__name__} with the "
                         f"name {name!r}, whose values would be one curve; give each group another name"
                     )
-
-    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        stats = self._stats(trainer, "epoch")
-        if stats:
-            self._log(trainer, stats)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
         # Read now, since schedulers move before the step is counted and logged.

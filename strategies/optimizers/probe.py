@@ -88,10 +88,10 @@ def is_plain(optimizer: Optimizer) -> bool:
 
 
 def _functions_of(kind: type[Optimizer]) -> list[Any]:
-    """What the `step` of `kind` calls, by the names that a patch would replace."""
+    """What the `step` of `kind` calls, by the names that a patch would replace; None for one that torch lacks."""
     base = Adam if kind is AdamW else kind
     module, name = vars(sys.modules[base.__module__]), base.__name__.lower()
-    return [vars(kind).get("_init_group", vars(base)["_init_group"]), module[name], module[f"_single_tensor_{name}"]]
+    return [getattr(kind, "_init_group", None), module.get(name), module.get(f"_single_tensor_{name}")]
 
 
 def _is_plain(name: str, value: Any) -> bool:

@@ -139,3 +139,15 @@ def test_groups_of_one_name_are_refused() -> None:
         ValueError, match="2 parameter groups of SGD with the name 'head'.*give each group another name"
     ):
         LearningRateMonitor().on_fit_start(SimpleNamespace(optimizers=[optimizer]), MODULE)  # type: ignore[arg-type]
+
+
+def test_groups_of_one_name_that_a_hook_sets_are_refused() -> None:
+    class Sets(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            groups = [{"params": [p], "name": "head"} for p in module.parameters()]
+            trainer.optimizers = [SGD(groups, lr=0.1)]
+
+    trainer = quiet(callbacks=[LearningRateMonitor(), Sets()], accelerator="cpu", devices=1)
+    with pytest.raises(ValueError, match="4 parameter groups of SGD with the name 'head'"):
+        trainer.fit(net(), loader())
+    assert trainer.global_step == 0
