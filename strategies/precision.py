@@ -86,8 +86,8 @@ class Precision:
             return model
         return model._apply(lambda tensor: tensor.to(dtype_of(tensor, self.dtype)))
 
-    def autocast(self, device: torch.device) -> AbstractContextManager:
-        """The context of a forward."""
+    def autocast(self, device: torch.device, steps: bool = False) -> AbstractContextManager:
+        """The context of a forward; with `steps` of several, between which weights change, so that each casts them."""
         if self.autocast_dtype is None:
             return nullcontext()
-        return torch.autocast(device.type, dtype=self.autocast_dtype)
+        return torch.autocast(device.type, dtype=self.autocast_dtype, cache_enabled=not steps)

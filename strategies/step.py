@@ -137,7 +137,7 @@ class SPMDStep(ManualOptimization):
         for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
             if self._in_group:
                 self.set_gradient_sync(wrapped, i == last)
-            with self.precision.autocast(self.topology.device), self._watching_backward():
+            with self.precision.autocast(self.topology.device, steps=True), self._watching_backward():
                 output = step_fn(micro_batch.batch, micro_batch.batch_idx)
             micro_batch.output = detach(output)
             samples += micro_batch.num_samples

@@ -162,3 +162,41 @@ def test_manual_optimization_refuses_what_is_automatic() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             quiet(**options).fit(Gan(), loader(8))
+
+
+class Critic(Net):
+    """Steps three times within a step."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(3):
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["single", pytest.param("ddp", marks=pytest.mark.ranks)])
+def test_each_forward_of_a_step_casts_the_weights_of_then(strategy: str) -> None:
+    torch.manual_seed(0)
+    module, expected = Critic(), Critic()
+    expected.load_state_dict(module.state_dict())
+    devices = 1 if strategy == "single" else 2
+    quiet(strategy=strategy, devices=devices, accelerator="cpu", precision="bf16-mixed").fit(
+        module, loader(48, 16 // devices)
+    )
+    optimizer = expected.configure_optimizers()
+    for x, y in loader(48, 16):
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy(expected.net(x), y)
+            loss.backward()
+            optimizer.step()
+    if strategy == "single":
+        assert equal(weights(module), weights(expected))
+    assert distance(weights(module), weights(expected)) < 1e-2
