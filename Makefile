@@ -18,7 +18,7 @@ demo: .venv/.installed ## Train the main example on handwritten digits
 test: .venv/.installed ## Run the tests
 	$(TEST_ENV) $(BIN)/pytest -n $(JOBS) --dist worksteal
 
-test-fast: .venv/.installed ## Run the tests that start no process, in about a minute
+test-fast: .venv/.installed ## Run the tests that start no process, in one to three minutes
 	$(TEST_ENV) $(BIN)/pytest -n $(JOBS) --dist worksteal -m "unit and not slow"
 
 test-slow: .venv/.installed ## Run the tests that take too long for every day

@@ -1,7 +1,9 @@
 """Write the picture of docs/architecture.md: which folder imports which, read from the code's own imports.
 
-.venv/bin/python -m docs.make_architecture            # write it
-.venv/bin/python -m docs.make_architecture --check    # exit with 1 if the page shows another, as `make check` does
+    .venv/bin/python -m docs.make_architecture            # write it
+    .venv/bin/python -m docs.make_architecture --check    # exit with 1 if the page shows another
+
+`make check` and `tests/test_docs.py` fail if the page does not show what this script writes.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ class ManualOptimization(UserChanges):
         """The ranks with which this one steps; None for all."""
         self._watched: list[nn.Parameter] = []
         """The wrapped model's parameters."""
-        self._by_hand: list[tuple[nn.Parameter, Tensor]] = []
-        """Parameters to whose gradients a backward of this rank alone has added, and these."""
+        self._by_hand: list[nn.Parameter] = []
+        """Parameters to whose gradients a backward of this rank alone has added since the last check."""
         self._sums = False
         """Whether a backward runs whose gradients are summed over ranks."""
 
@@ -143,13 +143,8 @@ class ManualOptimization(UserChanges):
             after = self._marks()
             if len(after) > len(self._watched) and after != before:  # zero_grad of an optimizer would not undo it
                 raise self._own_backward()
-            self._by_hand += [
-                (p, p.grad)
-                for p, one, other in zip(self._watched, before, after, strict=False)
-                if one != other and p.grad is not None
-            ]
+            self._by_hand += [p for p, one, other in zip(self._watched, before, after, strict=False) if one != other]
 
-        self._by_hand = []
         vars(torch.autograd)["backward"] = watched
         try:
             yield
@@ -164,7 +159,7 @@ class ManualOptimization(UserChanges):
 
     def _check_own_backward(self) -> None:
         """Raise RuntimeError where a gradient that is this rank's alone would be summed or stepped along."""
-        if any(p.grad is gradient and gradient.any() for p, gradient in self._by_hand):
+        if any(p.grad is not None and p.grad.any() for p in self._by_hand):
             raise self._own_backward()
         self._by_hand = []
 

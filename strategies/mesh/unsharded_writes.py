@@ -61,8 +61,8 @@ class UnshardedWrites:
         self._gathered[id(parameter)] = shard.clone() if shard.is_cpu else shard._version
 
     def _put_back(self, parameter: Any) -> bool:
-        """Undo `parameter.data = …`, which would hide what torch gathers later, and keep the values; whether there was
-        something to undo."""
+        """Undo `parameter.data = …`, which would hide what torch gathers later, and keep the values; whether something
+        was to be undone."""
         view, whole = self._views.get(id(parameter)), parameter._unsharded_param
         if view is None or type(view) is not Tensor or whole.is_set_to(view):
             return False

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.strategies.launch import environment, process_group
+from lockstep.strategies.launch import environment, forkserver, process_group
 from lockstep.strategies.launch.launcher import launch
 from lockstep.strategies.launch.phase import set_phase
 from tests.strategies.launch.programs import Program, another_server, gone, join, own_rank
@@ -231,3 +231,17 @@ def test_set_phase_is_cheap_enough_for_every_step() -> None:
     for step in range(10_000):
         set_phase(step, "training_step")
     assert time.perf_counter() - start < 1.0
+
+
+def test_a_server_is_kept_where_torch_sets_the_folder_of_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    first = forkserver.take(2)
+    forkserver.give_back(first)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
+    second = forkserver.take(2)
+    forkserver.give_back(second)
+    assert second is first
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")  # which torch reads when it is imported
+    third = forkserver.take(2)
+    third.close()
+    assert third is not first

@@ -279,6 +279,36 @@ def test_gradients_of_inputs_leave_those_of_parameters_alone(strategy: str) -> N
         assert distance(fit(Attacks("backward", drops=True), strategy), expected) < 1e-12
 
 
+class Later(Net):
+    """Accumulates over two batches, the first by `backward`, and may scale what that left."""
+
+    automatic_optimization = False
+
+    def __init__(self, scales: bool) -> None:
+        super().__init__(optimizer="SGD")
+        self.scales = scales
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss, optimizer = F.cross_entropy(self.net(batch[0]), batch[1]), self.optimizers()
+        if batch_idx == 0:
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        elif batch_idx == 1:
+            loss.backward()
+            for p in self.parameters() if self.scales else ():
+                p.grad = None if p.grad is None else p.grad * 0.5
+        else:
+            optimizer.step()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("scales", [False, True])
+def test_a_backward_of_one_rank_alone_is_refused_in_a_later_step_too(scales: bool) -> None:
+    with pytest.raises(RuntimeError, match="training_step called backward, .* call self.manual_backward"):
+        fit(Later(scales), "ddp")
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "drops"), [("ddp", False), ("fsdp", False), ("fsdp", True)])
 def test_a_backward_of_one_rank_alone_is_refused(strategy: str, drops: bool) -> None:
