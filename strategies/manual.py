@@ -130,7 +130,8 @@ class ManualOptimization(UserChanges):
     @contextmanager
     def _watching_backward(self) -> Iterator[None]:
         """Manual optimization: while it lasts, remember what a backward adds to gradients besides `_one_backward`."""
-        if self.topology.data_size == 1:
+        has_whole = self._changes is not None and any(True for _ in self._changes.in_step())
+        if self.topology.data_size == 1 and not has_whole:
             yield
             return
         backward = torch.autograd.backward

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.strategies.mesh import mixed_tensors
 from lockstep.strategies.mesh.structure import Structure
 from lockstep.strategies.mesh.tensor_plan.styles import SequenceSharding
-from lockstep.strategies.mesh.unsharded_writes import UnshardedWrites, is_freed
+from lockstep.strategies.mesh.unsharded_writes import UnshardedWrites, is_freed, param_groups
 from lockstep.strategies.modules.forwards import within_compiled
 from lockstep.strategies.modules.meta import materialize as materialize
 from lockstep.strategies.sync.call_order import END_FORWARD, CallOrder
@@ -96,12 +96,12 @@ class MeshModel(nn.Module):
     def watch_used(self) -> None:
         """Remember which parameters this rank has a gradient for, where torch reduces zeros for the others."""
         for unit in self.units:
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for group in param_groups(unit):
                 group.post_backward = functools.partial(self._note_used, group, group.post_backward)
 
     def trains_several_dtypes(self) -> bool:
         """Whether a unit trains parameters of several dtypes, whose gradients torch cannot reduce together."""
-        groups = [group for unit in self.units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        groups = [group for unit in self.units for group in param_groups(unit)]
         parameters = [[fsdp_param.sharded_param for fsdp_param in group.fsdp_params] for group in groups]
         return any(len({p.dtype for p in group if p.requires_grad}) > 1 for group in parameters)
 
@@ -115,7 +115,7 @@ class MeshModel(nn.Module):
         if not self._in_units:
             names = {id(parameter): name for name, parameter in self.model.named_parameters()}
             for unit in self.units:
-                for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for group in param_groups(unit):
                     for parameter in group.fsdp_params:
                         whole = getattr(parameter, "_unsharded_param", None)
                         self._in_units.append((names.get(id(whole)) or names[id(parameter.sharded_param)], parameter))
@@ -210,7 +210,7 @@ class MeshModel(nn.Module):
 
     def _again(self, unit: Any, gradient: Tensor) -> None:
         unit.unshard()  # another backward within the step may have freed it
-        for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for group in param_groups(unit):
             if group.reduce_grads:  # once, with what earlier micro-batches have left
                 group.reduce_grads = False
                 self._held_back.append(group)
@@ -225,7 +225,7 @@ class MeshModel(nn.Module):
             group.reduce_grads = True
         self._held_back.clear()
         for unit in self.reused:
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for group in param_groups(unit):
                 if any(_has_gradient(parameter) for parameter in group.fsdp_params):
                     group.post_backward()
                     group.finalize_backward()
@@ -292,7 +292,7 @@ class MeshModel(nn.Module):
                 unit.register_forward_pre_hook(lambda module, args: self.writes.look(module))
                 unit.register_forward_hook(lambda module, args, output: self.writes.write_back(module), prepend=True)
         if self.units:
-            for group in self._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+            for group in param_groups(self):
                 self.writes.follow(group, lambda: self.manual)
         inside = {module for block in blocks.values() for module in block.modules()}
         traced = within_compiled(self.model)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from lockstep.strategies.modules.blocks import Rule, find_blocks
@@ -51,6 +52,11 @@ class Options:
     def applied_to(self, model: nn.Module, tensor: int | None) -> tuple[dict[str, nn.Module], Plan | None]:
         """The blocks of `model` by name, and the plan of `tensor` ranks, if there is that axis. Raises ValueError
         naming the layer or option that does not fit."""
+        if self.find_unused_parameters and torch.__version__ < "2.13":  # as versions, not as texts
+            raise ValueError(
+                f"find_unused_parameters=True of sharded parameters needs torch 2.13 or later, but this is torch "
+                f"{torch.__version__}; use every parameter on every rank, or strategy=DDP(find_unused_parameters=True)"
+            )
         blocks = find_blocks(model, self.wrap)
         if tensor is None:
             return blocks, None

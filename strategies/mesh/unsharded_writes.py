@@ -4,7 +4,7 @@ freed, after which it cannot be used."""
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -158,8 +158,16 @@ def _freed(cls: type) -> type:
     return _FREED[cls]
 
 
+def param_groups(unit: Any) -> Sequence[Any]:
+    """What FSDP gathers and frees of a unit as one: at most one group before torch 2.12."""
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def _unsharded(unit: Any) -> Iterator[Any]:
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
+    for group in param_groups(unit):
         if group.is_unsharded:
             yield from _gatherable(group)
 

@@ -306,6 +306,12 @@ class OpenStage(PipelineStage):
         self._done: set[int] = set()
         """Microbatches whose backward ran whole, and has not been asked for weights."""
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Before torch 2.12: gloo has no connection of a rank, which may hold two neighbors, to itself."""
+        return [operation for operation in super()._get_init_p2p_neighbors_ops() if operation.peer != dist.get_rank()]
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None: ...  # before torch 2.12: a loss may have any dtype
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         operations = super().get_fwd_recv_ops(fwd_chunk_id)
         if (
@@ -380,9 +386,7 @@ class WindowStage(OpenStage):
     in place."""
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None: ...
-    def _post_metadata_inference_cleanup(
-        self,
-    ) -> None: ...  # shapes are inferred, so nothing has run that would leave traces
+    def _post_metadata_inference_cleanup(self) -> None: ...  # shapes are inferred: nothing has run that leaves traces
 
 
 def _nothing(like: Tensor, received: tuple[Tensor, ...], device: torch.device) -> Tensor:

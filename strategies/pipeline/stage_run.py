@@ -143,7 +143,10 @@ class Stage(nn.Module):
         self.run: Callable[[int, tuple[Tensor, ...]], Any] | None = None
         """What the forward calls; the schedule that runs sets it."""
 
-    def forward(self, *received: Tensor) -> Any:
+    def __call__(self, *received: Tensor) -> Any:
+        return super().__call__(*received, nothing=None)  # without any argument FSDP fails on CUDA before torch 2.13
+
+    def forward(self, *received: Tensor, nothing: None) -> Any:
         return self.run(self.index, received)  # type: ignore[misc]
 
 

@@ -163,7 +163,7 @@ class TrialMode(FakeTensorMode):
                 "run on a device"
             ) from error
         except RuntimeError as error:
-            if "on the same device" not in str(error):
+            if "on the same device" not in str(error) and "two different devices" not in str(error):
                 raise
             raise ValueError(
                 f"{user_line()} gives {func.name().removeprefix('aten::')} tensors of several devices, as a run would; "

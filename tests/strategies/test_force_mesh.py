@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.torch_version import TorchVersion
 
 from lockstep.callbacks import Callback
 from lockstep.strategies import DDP, FSDP, DeepSpeed, MeshParallel, Pipeline, SingleDevice, Strategy, TensorParallel
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
-from tests.trainer.toy import distance, equal, loader, net, quiet, weights
+from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
 
 ENGINES: dict[str, tuple[Callable[[], Strategy], str]] = {
     "ddp": (DDP, "Replica"),
@@ -100,6 +102,55 @@ def test_the_trainer_computes_by_the_engine_what_one_process_computes(name: str)
     assert run.global_step == expected.global_step == 6
     metrics, theirs = ({k: float(v) for k, v in t.callback_metrics.items()} for t in (run, expected))
     assert metrics == pytest.approx(theirs, rel=bound)
+
+
+class Adversarial(Net):
+    """The gradient of the inputs by a plain backward, which fills the gradients of the whole weights as well."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        x = batch[0].clone().requires_grad_()
+        F.cross_entropy(self(x), batch[1]).backward()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self((x + 0.1 * x.grad.sign()).detach()), batch[1]))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["ddp", "tensor", "fsdp"])
+def test_a_plain_backward_on_one_rank_is_exact_or_refused(name: str) -> None:
+    found = []
+    for strategy in ("single", name):
+        torch.manual_seed(0)
+        module = Adversarial()
+        run = quiet(strategy=strategy, devices=1, accelerator="cpu", precision="64-true")
+        if strategy == "fsdp":
+            with pytest.raises(RuntimeError, match="training_step called backward.* call self.manual_backward"):
+                run.fit(module, loader())
+            return
+        run.fit(module, loader())
+        found.append(weights(module))
+    assert distance(*found) < 1e-12
+
+
+@pytest.mark.parametrize("torch_version", ["2.11.0", "2.12.0"])
+def test_second_derivatives_of_sharded_layers_need_a_torch_that_has_them(
+    torch_version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Penalized(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            x = batch[0].clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+            return super().training_step(batch, batch_idx) + gradient.square().sum(1).mean()
+
+    monkeypatch.setattr(torch, "__version__", TorchVersion(torch_version))
+    run = quiet(strategy="tensor", devices=1, accelerator="cpu")
+    if torch_version == "2.12.0":
+        run.fit(Penalized(), loader())
+    else:
+        with pytest.raises(RuntimeError, match=r"create_graph=True.* sharded over tensor ranks.* use torch 2\.12"):
+            run.fit(Penalized(), loader())
 
 
 def test_one_rank_is_a_single_device_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -358,6 +358,7 @@ class _Writable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _refuse_second_derivatives()
         return gradient
 
 
@@ -374,7 +375,16 @@ def differentiable_twice(module: nn.Module, args: Any) -> None:
             x.register_hook(functools.partial(_summed, x.placements))
 
 
+def _refuse_second_derivatives() -> None:
+    if is_grad_enabled() and torch.__version__ < "2.12":  # as versions, not as texts
+        raise RuntimeError(
+            "a gradient is to be differentiated (create_graph=True) through layers that are sharded over tensor ranks, "
+            f"of which torch {torch.__version__} loses parts; use torch 2.12 or later, or strategy='ddp' or 'fsdp'"
+        )
+
+
 def _summed(placements: tuple[Any, ...], gradient: Tensor) -> Tensor | None:
+    _refuse_second_derivatives()
     if not is_grad_enabled() or not isinstance(gradient, DTensor) or gradient.placements == placements:
         return None
     return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in placements])

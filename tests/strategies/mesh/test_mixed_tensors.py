@@ -123,6 +123,15 @@ class PenaltyAsNumber(PenaltyInValidation):
 
 @pytest.mark.parametrize("make", [PenaltyInValidation, PenaltyAsNumber])
 def test_a_sum_of_sharded_weights_and_own_values_is_refused_in_a_step(make: Callable[[], Module]) -> None:
+    """Before torch 2.12 the sum is whole before a value is added, and so exact."""
+    if torch.__version__ < "2.12":
+        runs = [
+            fit(strategy, devices, make(), labeled(), max_epochs=1)
+            for strategy, devices in (("single", 1), ("fsdp", 2))
+        ]
+        one, other = (float(run.callback_metrics["val/loss"]) for run in runs)
+        assert one == pytest.approx(other, rel=1e-12)
+        return
     with pytest.raises(RuntimeError, match="a sum over weights that are sharded over ranks, to which values of this"):
         fit("fsdp", 2, make(), labeled(), max_epochs=1)
 
@@ -143,5 +152,6 @@ class LearnedInnerRate(Perceptron):
         return F.cross_entropy(torch.func.functional_call(self.net, after, (x,)), y)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="needs torch 2.12, and is refused before")
 def test_a_plain_parameter_gets_a_whole_gradient_from_cut_ones() -> None:
     exact("tensor", 2, LearnedInnerRate)

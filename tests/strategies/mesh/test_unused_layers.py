@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from lockstep import Module
 from lockstep.strategies import FSDP, MeshParallel
+from lockstep.strategies.mesh.options import Options
 from tests.strategies.mesh.perceptrons import Perceptron, exact, labeled
 from tests.strategies.mesh.test_fsdp import fit
 
@@ -85,8 +87,20 @@ def test_layers_that_ranks_use_differently_are_named(make: Callable[[], Module],
     assert time.monotonic() - begin < 20
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="needs torch 2.13, and is refused before")
 @pytest.mark.parametrize(
     "strategy", [FSDP(find_unused_parameters=True), MeshParallel("fsdp=2,tensor=2", find_unused_parameters=True)]
 )
 def test_ranks_may_use_other_experts_where_that_is_allowed(strategy: Any) -> None:
     exact(strategy, 4 if isinstance(strategy, MeshParallel) else 2, Experts, n=18)
+
+
+def test_torch_reduces_what_some_ranks_do_not_use_since_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(find_unused_parameters=True)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
+    options.applied_to(Experts(), None)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1"))
+    with pytest.raises(
+        ValueError, match=r"find_unused_parameters=True .* needs torch 2\.13 .* this is torch 2\.9\.1; use"
+    ):
+        options.applied_to(Experts(), None)
