@@ -22,7 +22,7 @@ from lockstep.strategies.manual import ManualOptimization
 from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
 from lockstep.strategies.modules.side_effect_free import side_effect_free
-from lockstep.strategies.optimizers.fused import allow_sparse, skips_on_device
+from lockstep.strategies.optimizers.fused import prepare, skips_on_device
 from lockstep.strategies.sync import collectives
 from lockstep.strategies.sync.collective_fingerprint import once_a_sample
 from lockstep.strategies.sync.compression.compression import Compression
@@ -207,7 +207,7 @@ class SPMDStep(ManualOptimization):
         elif self._agreement is not None and self._on_cpu:
             self._agreement.check()  # what hooks have called since the gradients were final
         if not self._on_cpu:
-            allow_sparse(optimizer)
+            prepare(optimizer)
         if self._non_finite is not None and not self._may_step(optimizer):
             return False
         if self.precision.scaler is None:

@@ -50,7 +50,7 @@ class Contents:
                 self.elsewhere = True
             self._value(entry, "its state")
         for name, value in optimizer.__dict__.items():
-            if name not in ("state", *_HOOKS, *_CALLS):
+            if name not in ("state", *_HOOKS, *_REPLACED, _WARNED):
                 self._value(value, name)
 
     def _value(self, value: Any, name: str) -> None:
@@ -99,7 +99,10 @@ _HOOKS = (
 )
 
 
-_CALLS = ("step", "zero_grad", "_warned_capturable_if_run_uncaptured")
+_REPLACED = ("step", "zero_grad")
+"""What schedulers and profilers put on the object."""
+_WARNED = "_warned_capturable_if_run_uncaptured"
+"""Set by torch in every optimizer; without it, its check on CUDA wants `capturable` in groups that have none."""
 
 
 _SHARED = (dist.ProcessGroup, torch.device, types.ModuleType)
@@ -117,7 +120,7 @@ def duplicate(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
         for name, value in each.__dict__.items():
             if name in _HOOKS:
                 empty.__dict__[name] = OrderedDict()
-            elif name not in _CALLS:
+            elif name not in _REPLACED:
                 empty.__dict__[name] = value if isinstance(value, _SHARED) else copy.deepcopy(value, memo)
     return empties[0]
 

@@ -22,15 +22,20 @@ from tests.strategies.contract import difference, reference, saved_weights
 from tests.strategies.test_force_mesh import ENGINES, PLANS, computes_in_double
 from tests.trainer.toy import Net, distance, loader, net, quiet
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning"),
+]
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "single": SingleDevice,
     **{name: make for name, (make, _) in ENGINES.items()},
     "fsdp offloaded": lambda: FSDP(cpu_offload=True),
 }
-OWN_SYNCS = ("deepspeed", "offloaded")
-"""Engines that wait for the device in each step: they read numbers on the host, or step there."""
+OWN_SYNCS = ("deepspeed", "offloaded", "fsdp=1,pipeline=1")
+"""What waits for the device in each step: engines that read numbers on the host, or step there, and stages whose shards
+are compared with what was gathered of them."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,17 +46,18 @@ def _one_rank_keeps_its_mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class NoHostSyncs(Callback):
-    """torch raises in steps 2 to 4 where the host would wait for the device."""
+    """torch raises in steps 3 to 5 where the host would wait for the device. In the second DDP rebuilds its buckets,
+    once."""
 
     def __init__(self) -> None:
         self.steps = 0
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        torch.cuda.set_sync_debug_mode("error" if 1 <= batch_idx <= 3 else "default")
+        torch.cuda.set_sync_debug_mode("error" if 2 <= batch_idx <= 4 else "default")
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.steps += torch.cuda.get_sync_debug_mode() == 2
-        if batch_idx >= 3:
+        if batch_idx >= 4:
             torch.cuda.set_sync_debug_mode("default")
 
 
@@ -124,6 +130,37 @@ def test_the_trainer_moves_the_weights_as_the_loop_by_hand_does(name: str, preci
     ours = [p.detach().cpu() for p in module.parameters()]
     theirs = [p.detach().cpu() for p in by_hand.parameters()]
     assert distance(ours, theirs) < (1e-4 if precision == "32-true" else 0.1)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "tensor", "fsdp offloaded"])
+def test_momentum_begins_with_the_first_step_that_is_taken(name: str, precision: str) -> None:
+    """The first two steps overflow under loss scaling, and one layer gets its first gradient later."""
+
+    class Late(Net):
+        def __init__(self, foreach: bool | None) -> None:
+            super().__init__()
+            self.foreach = foreach
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * 1e36 if batch_idx < 2 and precision == "16-mixed" else loss
+
+        def on_after_backward(self) -> None:
+            if self.trainer.global_step < 2:
+                self.net[0].bias.grad = None
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, foreach=self.foreach)
+
+    found = []
+    for strategy, foreach in ((STRATEGIES[name](), None), (SingleDevice(), True)):  # which is not fused
+        torch.manual_seed(0)
+        module = Late(foreach)
+        run = quiet(strategy=strategy, devices=1, accelerator="gpu", precision=precision, max_epochs=2)
+        run.fit(module, loader(48, 8))
+        found.append([p.detach().cpu() for p in module.parameters()])
+    assert distance(*found) < (1e-5 if precision == "32-true" else 1e-3)
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "tensor", "fsdp offloaded"])

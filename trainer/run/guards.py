@@ -55,7 +55,8 @@ class Guards:
         self._still_rate = 0.0
         """Its learning rate: one that rises, in a warmup, may move them yet."""
         self._warned = self._skipped = False
-        self._later: Callable[[], str | None] | None = None
+        self._later: tuple[Callable[[], str | None], int, int] | None = None
+        """How to read whether the last step was skipped on the device, the step, and its epoch."""
 
     def remember(self) -> None:
         """Before a window: note what has been logged so far."""
@@ -72,9 +73,9 @@ class Guards:
         if (
             result.later is not None and not self.remembers
         ):  # read once the next step is under way, so that the host does not wait
-            bad, self._later = self._later() if self._later is not None else None, result.later
-            if bad is not None:
-                raise self._error(bad, self.run.progress.global_step - 1)
+            before, progress = self._later, self.run.progress
+            self._later = result.later, progress.global_step, progress.current_epoch
+            self._raise_if_bad(before)
             return False
         bad = result.non_finite if result.later is None else result.later()
         if bad is None:
@@ -113,8 +114,7 @@ class Guards:
         self.compare_replicas()
         if self._still:
             raise RuntimeError(self._still)
-        if self._later is not None and (bad := self._later()) is not None:
-            raise self._error(bad, self.run.progress.global_step - 1)
+        self._raise_if_bad(self._later)
 
     def compare_replicas(self) -> None:
         """Raise RuntimeError if a parameter that several ranks hold differs on them. Every rank calls it."""
@@ -204,10 +204,15 @@ class Guards:
                 "every gradient of the first step is zero, so nothing was learned from it", RuntimeWarning, stacklevel=2
             )
 
-    def _error(self, bad: str, step: int) -> FloatingPointError:
+    def _raise_if_bad(self, found: tuple[Callable[[], str | None], int, int] | None) -> None:
+        """Raise FloatingPointError if a step of before was skipped on the device."""
+        if found is not None and (bad := found[0]()) is not None:
+            raise self._error(bad, *found[1:])
+
+    def _error(self, bad: str, step: int, epoch: int | None = None) -> FloatingPointError:
+        epoch = self.run.progress.current_epoch if epoch is None else epoch
         return FloatingPointError(
-            f"{bad} is NaN or infinite in step {step} of epoch {self.run.progress.current_epoch}; no parameter was "
-            "changed by it"
+            f"{bad} is NaN or infinite in step {step} of epoch {epoch}; no parameter was changed by it"
         )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.strategies.optimizers.fused import FUSED, allow_sparse, fuse, skips_on_device
+from lockstep.strategies.optimizers.fused import FUSED, fuse, prepare, skips_on_device
 from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
 
 
@@ -97,7 +97,7 @@ def test_a_sparse_gradient_is_stepped_as_by_the_loop_by_hand() -> None:
             fuse(optimizer)
         for i in range(3):
             model(torch.tensor([1, i, 3])).square().sum().backward()
-            allow_sparse(optimizer)
+            prepare(optimizer)
             assert skips_on_device(optimizer) is False
             optimizer.step()
             optimizer.zero_grad()
@@ -105,11 +105,65 @@ def test_a_sparse_gradient_is_stepped_as_by_the_loop_by_hand() -> None:
     assert equal(*found)
 
 
+def first_steps(fused: bool | None, skips: Any = (), without: Any = (), **options: Any) -> list[torch.Tensor]:
+    """SGD over six steps; in those of `skips` the gradients are bad, in those of `without` one parameter has none."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(3)) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, fused=fused, **options)
+    if fused is None:
+        fuse(optimizer)
+    for i in range(6):
+        parameters[0].grad, parameters[1].grad = torch.randn(3), None if i in without else torch.randn(3)
+        bad = torch.tensor(float(i in skips))
+        if fused is not False:
+            prepare(optimizer)
+        if skips_on_device(optimizer):
+            optimizer.found_inf = bad
+        elif bad:
+            continue
+        optimizer.step()
+    return [p.detach() for p in parameters]
+
+
+@pytest.mark.parametrize("fused", [None, True], ids=["chosen here", "by the user"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        {"momentum": 0.9, "maximize": True},
+        {"momentum": 0.9, "dampening": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("skips", [(), (0,), (0, 1, 4)], ids=str)
+def test_momentum_begins_with_the_first_step_that_is_not_skipped(fused: Any, options: Any, skips: Any) -> None:
+    """torch would begin with uninitialized memory."""
+    ballast = torch.full((3,), float("nan"))  # what a new tensor of this size may find
+    del ballast
+    assert distance(first_steps(fused, skips, **options), first_steps(False, skips, **options)) < 1e-6
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}], ids=str)
+def test_a_parameter_may_get_its_first_gradient_later(options: Any) -> None:
+    """torch's fused kernels fail where only some parameters have a momentum."""
+    assert distance(first_steps(None, without=(0, 1), **options), first_steps(False, without=(0, 1), **options)) < 1e-6
+
+
+def test_sgd_keeps_its_own_kernels_for_sharded_parameters() -> None:
+    parameter = nn.Parameter(torch.randn(3))
+    parameter.device_mesh = "of a DTensor"  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    fuse(optimizer)
+    assert not skips_on_device(optimizer)
+
+
 def test_fused_kernels_that_the_user_chose_keep_refusing_sparse_gradients() -> None:
     model = nn.Embedding(9, 4, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     model(torch.tensor([1, 3])).sum().backward()
-    allow_sparse(optimizer)
+    prepare(optimizer)
     assert skips_on_device(optimizer)
     with pytest.raises(RuntimeError, match="sparse"):
         optimizer.step()

@@ -16,6 +16,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Muon, Optim
 from torch.optim import sgd as sgd_module
 from torch.optim.lr_scheduler import LambdaLR
 
+from lockstep.strategies.optimizers.copies import duplicate
 from lockstep.strategies.optimizers.probe import PLAIN, is_plain, probe
 
 
@@ -356,3 +357,10 @@ def test_a_patch_of_what_torchs_step_calls_is_tried(monkeypatch: pytest.MonkeyPa
     assert is_plain(optimizer)
     optimizer._init_group = lambda *args: SGD._init_group(optimizer, *args)  # type: ignore[attr-defined, method-assign]
     assert not is_plain(optimizer) and probe(optimizer).kind == "unknown"
+
+
+def test_a_copy_has_the_attribute_without_which_torch_fails_on_cuda() -> None:
+    """There every step of Adafactor, whose groups have no `capturable`, would end in a KeyError."""
+    name = "_warned_capturable_if_run_uncaptured"
+    optimizer = Adafactor(model().parameters())
+    assert vars(duplicate(optimizer, {}))[name] is vars(optimizer)[name] is True

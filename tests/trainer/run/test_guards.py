@@ -235,16 +235,16 @@ def test_manual_optimization_is_guarded_too(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [True, False])
-def test_on_a_gpu_a_bad_step_is_skipped_and_reported_one_step_later(fused: bool) -> None:
+@pytest.mark.parametrize("steps", [NUM_WINDOWS, 4], ids=["in the middle", "last of its epoch"])
+def test_on_a_gpu_a_bad_step_is_skipped_and_reported_one_step_later(fused: bool, steps: int) -> None:
     class OnGpu(Brittle):
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.02, fused=fused)
 
-    module = OnGpu()
-    with pytest.raises(
-        FloatingPointError, match="a gradient is NaN or infinite in step 3 of epoch 0; no parameter was changed by it"
-    ):
-        quiet(accelerator="gpu", devices=1, strategy="single").fit(module, marked_data(3))
+    module, said = OnGpu(), "a gradient is NaN or infinite in step 3 of epoch 0; no parameter was changed by it"
+    run = quiet(accelerator="gpu", devices=1, strategy="single", limit_train_batches=steps, max_epochs=2)
+    with pytest.raises(FloatingPointError, match=said):
+        run.fit(module, marked_data(3))
     assert all(bool(torch.isfinite(p).all()) for p in module.parameters())
     module = OnGpu()
     with pytest.raises(FloatingPointError):  # the last step of all
