@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import runpy
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import _page
+from benchmarks import _page, plan_gpu
 from tests.conftest import REPO_ROOT
 
 pytestmark = pytest.mark.ranks
@@ -187,6 +188,36 @@ def test_gpu_on_a_gpu(run: Run, tmp_path: Path) -> None:
     sane(numbers["results"], "per_s", output, 2, least=1, most=1e9)
     assert all(row["peak_bytes"] > 4 * 4 * numbers["parameters"] for row in numbers["results"].values())
     assert len(numbers["results"]) == 5
+
+
+@pytest.mark.parametrize("holds", [0, 8, 100, 256, 999])
+def test_the_largest_batch_is_found(holds: int) -> None:
+    tried: list[int] = []
+
+    def fits(batch: int) -> bool:
+        tried.append(batch)
+        return batch <= holds
+
+    assert plan_gpu.largest(fits, step=8, most=256) == min(holds // 8 * 8, 256)
+    assert len(tried) == len(set(tried)) <= 6
+
+
+def test_plan_gpu(run: Run, tmp_path: Path) -> None:
+    """Without a GPU: that it says so, and that a plan grows with the batch."""
+    job = plan_gpu.Job(argparse.Namespace(width=64, depth=1, context=16, vocabulary=128, batch=8, steps=3))
+    small, large = (plan_gpu.planned(job, batch).ranks[0].peak for batch in (8, 16))
+    assert 0 < small < large < 2 * small + 4 * 128 * 64
+    if not torch.cuda.is_available():
+        output, numbers = run("plan_gpu", file=tmp_path / "numbers.json")
+        assert numbers["results"] == {} and output.startswith("skipped: this benchmark needs a CUDA device")
+
+
+@pytest.mark.gpu
+def test_plan_gpu_on_a_gpu(run: Run, tmp_path: Path) -> None:
+    size = ("--width", "128", "--depth", "2", "--context", "64", "--vocabulary", "512")
+    output, numbers = run("plan_gpu", "--most", "24", "--step", "8", *size, file=tmp_path / "numbers.json")
+    assert numbers["planned"] == numbers["found"] == 24 and "largest batch: 24 planned, 24 found" in output
+    assert all(0 < row["allocated"] <= row["reserved"] for row in numbers["results"].values())
 
 
 @pytest.mark.slow  # fresh processes; tests/test_architecture.py holds the cost of the import every day
