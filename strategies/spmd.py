@@ -26,7 +26,7 @@ from lockstep.strategies.launch.program.contexts import refuse_hooks_on_all
 from lockstep.strategies.modules.activation_checkpointing import find_recomputed, keep, recompute
 from lockstep.strategies.modules.blocks import Rule, is_metric
 from lockstep.strategies.modules.meta import materialize
-from lockstep.strategies.modules.model_changes import refuse_max_norm
+from lockstep.strategies.modules.model_changes import refuse_max_norm, refuse_shared_memory
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
 from lockstep.strategies.modules.user_edits import UserEdits
 from lockstep.strategies.optimizers import modes
@@ -131,6 +131,8 @@ class SPMDStrategy(SPMDStep):
         refuse_max_norm(model, self.expected_topology.data_size, self.name)
         if self.expected_topology.world_size > 1:
             refuse_hooks_on_all()
+        if self.cuts_gradients and not self.single_process:
+            refuse_shared_memory(model, self.name)
         if self.activation_checkpointing is not False:
             find_recomputed(model, self.activation_checkpointing)  # type: ignore[arg-type]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -151,6 +153,37 @@ def refuse_sparse(model: nn.Module, strategy: str) -> None:
                 f"{name or type(model).__name__} has sparse=True, and {strategy} cannot shard a sparse gradient; give "
                 "it sparse=False and an optimizer of dense gradients, or use strategy='ddp'"
             )
+
+
+def refuse_shared_memory(model: nn.Module, strategy: str) -> None:
+    """Raise ValueError for parameters that have elements in common, which would be apart once each has been moved."""
+    held: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, p in model.named_parameters():
+        if type(p) is nn.Parameter and p.layout == torch.strided and not p.is_meta:
+            held.setdefault(p.untyped_storage().data_ptr(), []).append((name, p.detach()))
+    held.pop(0, None)  # what has no memory
+    for together in held.values():
+        spans = sorted(map(_span, (p for _, p in together)))
+        if all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)):
+            continue
+        owner = torch.full((together[0][1].untyped_storage().nbytes(),), -1, dtype=torch.int32)
+        for i, (name, tensor) in enumerate(together):
+            size = tensor.element_size()
+            strides = (*(size * n for n in tensor.stride()), 1)
+            places = owner.as_strided((*tensor.shape, size), strides, size * int(tensor.storage_offset()))
+            if int(places.max()) >= 0:
+                raise ValueError(
+                    f"{name} and {together[int(places.max())][0]} are two parameters that share memory, and {strategy} "
+                    "moves each by itself; make them one, as by head.weight = embedding.weight, or use strategy='ddp'"
+                )
+            places.fill_(i)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """From where to where its elements are in its storage, in bytes."""
+    size, first = tensor.element_size(), int(tensor.storage_offset())
+    length = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * size, (first + length) * size
 
 
 def partial_gradient(why: str) -> RuntimeError:

@@ -25,6 +25,7 @@ from lockstep.trainer.module import Module
 from lockstep.trainer.run import publish
 from lockstep.trainer.run.hooks import Calls, Hooks, overrides, step_function, transfer_of
 from lockstep.trainer.seeding import rng_state, set_rng_state
+from lockstep.trainer.setup import held_parameters
 from lockstep.trainer.setup.loaders import evaluation_loaders, loaders_of
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def run_stage(run: RunState, module: Module, sources: Sources, stage: str) -> An
     run.given_loaders[kind] = source
     loaders = evaluation_loaders(run, source, kind)
     weights = None if run.resumed is None else weights_for(module, run.resumed, run.strategy)
-    run.wrapped = run.strategy.setup_module(module)
+    held_parameters.set_up(run, module)
     if run.resumed is not None and weights is not None:
         restore_weights(run, run.resumed.path, weights)
     training_metrics = run.metrics

@@ -29,7 +29,7 @@ from lockstep.trainer.run.folder import conclude
 from lockstep.trainer.run.hooks import Hooks
 from lockstep.trainer.run.signals import end_in_one_line
 from lockstep.trainer.seeding import seed_everything, torch_settings
-from lockstep.trainer.setup import start
+from lockstep.trainer.setup import held_parameters, start
 from lockstep.trainer.setup.compilation import Compiled
 
 if TYPE_CHECKING:
@@ -185,7 +185,8 @@ def _close(run: RunState, module: Module, stage: str) -> None:
         owner.teardown(stage)
     for callback in run.callbacks:
         _call(run, callback, callback.teardown, module, stage)
-    with run.strategy.evaluation_weights(run.wrapped, run.optimizers.values(), restore=False):
+    evaluated = run.strategy.evaluation_weights(run.wrapped, run.optimizers.values(), restore=False)
+    with evaluated, held_parameters.following(run, module, refuses=False):
         run.strategy.teardown_module(run.wrapped)
     if run.signals.number:
         raise run.signals.error()

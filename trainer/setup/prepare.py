@@ -25,7 +25,7 @@ from lockstep.trainer.run.guards import Guards, check_ownership
 from lockstep.trainer.run.hooks import all_of, in_phase, overrides, training_step_of, transfer_of
 from lockstep.trainer.run.manual import AutomaticOptimizer, ManualOptimizer
 from lockstep.trainer.seeding import derive, seed_everything
-from lockstep.trainer.setup import checks, frozen, optimizers, resume
+from lockstep.trainer.setup import checks, frozen, held_parameters, optimizers, resume
 from lockstep.trainer.setup.loaders import Sources, combined, evaluation_loaders, length_of, limit_of
 from lockstep.trainer.setup.optimizers import SchedulerConfig
 from lockstep.trainer.setup.own_steps import own_step
@@ -103,7 +103,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     if checkpoint is not None:
         snapshot.load_extra(run, checkpoint)
     run.trainable_at_start = resume.trainability(module)
-    run.wrapped = strategy.setup_module(module)
+    held_parameters.set_up(run, module)
     with without_collector():  # the first optimizer of a process imports torch's compiler
         named, schedulers = optimizers.parse(module.configure_optimizers())
     resume.check_ranks(strategy, module, named, schedulers, "in configure_optimizers return the same")

@@ -15,6 +15,7 @@ from lockstep import Module, Trainer
 from lockstep.callbacks import BackboneFinetuning, Callback
 from lockstep.strategies import DDP, FSDP, LocalSGD, ParameterServer, Pipeline, TensorParallel
 from lockstep.strategies.launch import launcher
+from lockstep.strategies.modules.model_changes import refuse_shared_memory
 
 
 class Net(Module):
@@ -59,6 +60,31 @@ def layers(number: int, width: int = 8) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(widths)])
 
 
+def sharing(view: Callable[[torch.Tensor], torch.Tensor]) -> Module:
+    """Two layers with weights that are two parameters in the same memory."""
+    module = Net(layers(3))
+    module.net[1].weight = nn.Parameter(view(module.net[0].weight.data))  # type: ignore[union-attr, index]
+    return module
+
+
+@pytest.mark.parametrize("start", [0, 1, 7, 8])
+@pytest.mark.parametrize("by", ["rows", "columns"])
+def test_parts_of_one_tensor_may_be_parameters_if_they_have_nothing_in_common(by: str, start: int) -> None:
+    whole = torch.randn(16, 16)
+    first, second = (
+        (whole[:8], whole[start : start + 8]) if by == "rows" else (whole[:, :8], whole[:, start : start + 8])
+    )
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(first), nn.Parameter(second)
+    if start == 8:
+        refuse_shared_memory(model, "FSDP")
+    else:
+        with pytest.raises(ValueError, match="b and a are two parameters that share memory, and FSDP moves each by it"):
+            refuse_shared_memory(model, "FSDP")
+    model.b = model.a  # one parameter
+    refuse_shared_memory(model, "FSDP")
+
+
 def batches(size: int | None = 4, samples: int = 16, **options: Any) -> DataLoader:
     return DataLoader(TensorDataset(torch.ones(samples, 8)), batch_size=size, **options)
 
@@ -98,6 +124,14 @@ MODELS: dict[str, tuple[Any, Callable[[], Module], str]] = {
     "wrap": (FSDP(wrap=nn.Conv2d), lambda: Net(layers(2)), "wrap must name .* Conv2d is not one of Net"),
     "sparse": ("fsdp", lambda: Net(layers(1), e=nn.Embedding(4, 4, sparse=True)), "e has sparse=True"),
     "max_norm": ("ddp", lambda: Net(layers(1), e=nn.Embedding(4, 4, max_norm=1.0)), "e has max_norm=1.0"),
+    **{
+        f"memory in common, {name}": (
+            strategy,
+            lambda: sharing(lambda a: a.t()),
+            r"net\.1\.weight and net\.0\.weight are two parameters that share memory",
+        )
+        for name, strategy in (("fsdp", "fsdp"), ("tensor", "tensor"), ("pipeline", "pipeline"), ("zero", "deepspeed"))
+    },
     "learners": (LocalSGD(learners=2), lambda: Net(nn.Sequential(nn.SyncBatchNorm(8))), "net.0 is a SyncBatchNorm"),
     "island": (
         LocalSGD(learners=2, inner=TensorParallel(plan={"net.0": "column"})),
