@@ -3,26 +3,28 @@ puts other tensors in their place, those follow."""
 
 from __future__ import annotations
 
+import dis
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.trainer.setup.user_state import is_users_class
+from lockstep.trainer.setup.user_state import is_theirs, is_users_class
 
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
 
-_MANY, _DEPTH, _ALL = 10_000, 30, 1_000_000
+_MANY, _DEPTH, _ALL = 10_000, 30, 200_000
 """Items of a container, levels, and objects that are searched: a dataset in memory is not, to its end."""
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _OF_MODULES = ("_parameters", "_modules", "_buffers", "trainer", "_trainer")
 """Attributes of the model's own modules that are not searched."""
 
@@ -50,7 +52,7 @@ def set_up(run: RunState, module: nn.Module) -> None:
 @contextmanager
 def following(run: RunState, module: nn.Module, refuses: bool = True) -> Iterator[None]:
     """While it lasts the strategy may replace parameters and buffers of `module`; afterwards the module, its callbacks
-    and its DataModule hold the new ones wherever they held the old ones.
+    and its DataModule, and globals that their methods use, hold the new ones wherever they held the old ones.
 
     If it `refuses`, raises ValueError for a place that cannot be changed, such as a method of a parameter or a view of
     its memory: before anything is done where the strategy shards parameters, else when it has replaced that one.
@@ -104,14 +106,16 @@ class _Search:
                 self._visit(value, f"{name}.{key}", partial(_set_item, vars(owner), key))
         for kind in filter(is_users_class, type(owner).__mro__):
             for key, value in [*vars(kind).items()]:
-                if isinstance(value, (Tensor, list, tuple, dict, set, deque)) and not key.startswith("__"):
+                if isinstance(value, FunctionType):
+                    self._visit(value, f"{kind.__name__}.{key}", None)
+                elif isinstance(value, (Tensor, list, tuple, dict, set, deque)) and not key.startswith("__"):
                     self._visit(value, f"{kind.__name__}.{key}", partial(_set_attribute, kind, key))
             for key in _slots(kind):
                 if hasattr(owner, key):
                     self._visit(getattr(owner, key), f"{name}.{key}", partial(_set_attribute, owner, key))
 
     def _visit(self, value: Any, name: str, put: Put | None) -> None:
-        if type(value) in _PLAIN:
+        if type(value) in _PLAIN or (isinstance(value, _CONTAINERS) and not value):
             return
         if id(value) in self._names:
             kind = "the parameter" if isinstance(value, nn.Parameter) else "the buffer"
@@ -181,6 +185,8 @@ class _Search:
             self._visit(held, f"{key}, which {name} closes over,", partial(_set_attribute, cell, "cell_contents"))
         if function.__defaults__:
             self._items(function.__defaults__, name, partial(_set_attribute, function, "__defaults__"))
+        for key, value in _globals_of(function).items() if is_theirs(function) else ():
+            self._visit(value, f"{function.__module__}.{key}", partial(_set_item, function.__globals__, key))
         self._visit(function.__kwdefaults__, name, None)
         self._visit(vars(function), name, None)
         self._visit(getattr(function, "__wrapped__", None), name, None)
@@ -196,6 +202,24 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 def _memory(tensor: Tensor) -> int:
     """Where its memory is, 0 for none."""
     return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta else 0
+
+
+def _globals_of(function: FunctionType) -> dict[str, Any]:
+    """What a function uses that may hold tensors; of other functions those of its file."""
+    codes, found = [function.__code__], dict[str, Any]()
+    for code in codes:
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+        for key in code.co_names:  # of attributes too
+            value = function.__globals__.get(key)
+            if isinstance(value, FunctionType):
+                if value.__module__ == function.__module__:
+                    found[key] = value
+            elif type(value) not in _PLAIN and not isinstance(value, (type, ModuleType)):
+                found[key] = value
+    if any(isinstance(value, Tensor) for value in found.values()):  # one by such a name may be refused: is it used?
+        used = {each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+        return {key: value for key, value in found.items() if key in used}
+    return found
 
 
 def _slots(kind: type) -> tuple[str, ...]:

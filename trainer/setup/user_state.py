@@ -294,7 +294,7 @@ class _Search:
             name = f"what {getattr(own, '__name__', type(own).__name__)} remembers, a hook of {owner}"
             name = f"{name} ({i})" if name in self.marks else name
             mark = self._mark(own, name, _DEPTH)
-            if mark or _is_theirs(getattr(own, "__func__", own)):  # engines add hooks of their own to a step
+            if mark or is_theirs(getattr(own, "__func__", own)):  # engines add hooks of their own to a step
                 self.marks[name] = mark
 
     def _mark(self, value: Any, name: str, depth: int) -> Any:
@@ -326,7 +326,7 @@ class _Search:
         return {key: self._mark(item, f"{name}[{key!r}]", depth - 1) for key, item in parts}
 
 
-def _is_theirs(hook: Any) -> bool:
+def is_theirs(hook: Any) -> bool:
     """Whether a function, or the class of an object that is called, belongs to another package than those used here."""
     module = hook.__module__ if isinstance(hook, FunctionType) else type(hook).__module__
     return (module or "").partition(".")[0] not in _OTHERS
@@ -339,7 +339,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(value, MethodType):
         yield "self", value.__self__
     elif isinstance(value, FunctionType):
-        theirs = _is_theirs(value)
+        theirs = is_theirs(value)
         yield from vars(value).items() if theirs else ()
         for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:

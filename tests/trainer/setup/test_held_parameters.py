@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque, namedtuple
 from collections.abc import Callable
 from functools import partial
@@ -170,6 +171,38 @@ def test_hooks_may_use_what_init_has_kept(habit: str, strategy: str) -> None:
         norms.append(torch.tensor(module.norms))
     assert distance(*found) < 1e-12
     assert norms[0].shape == norms[1].shape and torch.allclose(*norms, rtol=1e-12)
+
+
+KEPT: list[Any] = []
+square: Any = None
+"""A view of a weight, by a name that methods use of tensors only."""
+
+
+def clamp_all() -> None:
+    for parameter in KEPT:
+        parameter.clamp_(-0.2, 0.2)
+
+
+class Clamps(Net):
+    """Holds its weights in a global, which a function uses that a method calls."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            self.net[0].weight.square()
+            clamp_all()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+def test_globals_follow_that_methods_use(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for name in ("single", strategy):
+        torch.manual_seed(0)
+        module = Clamps()
+        KEPT[:] = module.net.parameters()
+        monkeypatch.setattr(sys.modules[__name__], "square", module.net[0].weight.detach())
+        quiet(strategy=name, devices=1, accelerator="cpu", precision="64-true").fit(module, loader(32, 16))
+        found.append(weights(module))
+    assert distance(*found) < 1e-12 and all(float(p.abs().max()) <= 0.2 for p in found[0])
 
 
 @pytest.mark.ranks
