@@ -101,8 +101,9 @@ class _Search:
         return self._found
 
     def _attributes(self, owner: Any, name: str, skipped: tuple[str, ...] = ()) -> None:
+        parameters = getattr(owner, "_parameters", ())
         for key, value in [*getattr(owner, "__dict__", {}).items()]:
-            if key not in skipped:
+            if key not in skipped and f"{key}_orig" not in parameters:  # torch.nn.utils computes it in each forward
                 self._visit(value, f"{name}.{key}", partial(_set_item, vars(owner), key))
         for kind in filter(is_users_class, type(owner).__mro__):
             for key, value in [*vars(kind).items()]:

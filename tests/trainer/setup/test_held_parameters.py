@@ -238,6 +238,17 @@ def refused(module: Net, message: str, change: Callable[[Net], Any]) -> None:
     quiet(strategy="ddp", devices=1, accelerator="cpu").fit(module, loader(16, 8))
 
 
+def test_a_weight_that_torch_computes_from_another_is_neither_followed_nor_refused() -> None:
+    found = []
+    for strategy in ("single", "fsdp"):
+        torch.manual_seed(0)
+        module = Net()
+        torch.nn.utils.spectral_norm(module.net[0])
+        quiet(strategy=strategy, devices=1, accelerator="cpu", precision="64-true").fit(module, loader(16, 8))
+        found.append(weights(module))
+    assert distance(*found) < 1e-12
+
+
 class Normalized(Net):
     """Reads a statistic of BatchNorm by what `__init__` has kept of it."""
 
