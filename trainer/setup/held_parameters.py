@@ -4,7 +4,8 @@ puts other tensors in their place, those follow."""
 from __future__ import annotations
 
 import dis
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.trainer.setup.user_state import is_theirs, is_users_class
+from lockstep.trainer.setup.user_state import OF_TENSOR, is_theirs, is_users_class
 
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
@@ -95,6 +96,9 @@ class _Search:
             for name, buffer in part._buffers.items():
                 if buffer is not None:
                     self._view(buffer, f"{prefix}.{name}".lstrip("."))
+        for name, parameter in self._model.named_parameters():
+            for kind in OF_TENSOR:
+                self._visit(getattr(parameter, kind, None), f"a hook of {name}", None)
         for owner in (*run.callbacks, run.datamodule):
             if owner is not None:
                 self._attributes(owner, type(owner).__name__, _OF_MODULES)
@@ -128,7 +132,8 @@ class _Search:
         self._visited += 1
         if id(value) in self._seen or self._depth == _DEPTH or self._visited > _ALL:
             return
-        self._seen.add(id(value))
+        if not isinstance(value, (tuple, frozenset, weakref.ref)):  # which are replaced in each place that holds them
+            self._seen.add(id(value))
         self._depth += 1
         self._parts(value, name, put)
         self._depth -= 1
@@ -152,6 +157,9 @@ class _Search:
             self._items(value, name, put)
         elif isinstance(value, FunctionType):
             self._function(value, name)
+        elif isinstance(value, weakref.ref):
+            to_new = None if put is None else lambda held, new: put(value, weakref.ref(new))
+            self._visit(value(), name, to_new)
         elif isinstance(value, partial):
             self._visit(value.func, name, None)
             self._items(value.args, name, partial(_set_arguments, value))
@@ -159,7 +167,11 @@ class _Search:
         elif isinstance(value, MethodType):
             self._visit(value.__self__, name, None)
             self._visit(value.__func__, name, None)
-        elif isinstance(value, (nn.Module, Optimizer, LRScheduler)) or (
+        elif isinstance(value, Optimizer):
+            self._attributes(value, name, ("state",))
+            if type(value.state) in (dict, defaultdict):  # and is not in the hands of a strategy
+                self._visit(value.state, f"{name}.state", None)
+        elif isinstance(value, (nn.Module, LRScheduler)) or (
             not isinstance(value, type) and is_users_class(type(value))
         ):
             self._attributes(value, name)

@@ -42,7 +42,7 @@ _OF_CLASSES = (int, float, Tensor, np.ndarray, list, dict, set, deque)
 _OTHERS = ("torch", "lockstep", "torchmetrics", "numpy", "builtins", "logging", "threading", "concurrent", "tqdm")
 """Packages of whose objects nothing is read."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_TENSOR = ("_backward_hooks", "_post_accumulate_grad_hooks")
+OF_TENSOR = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _NOT_THEIRS = frozenset(vars(nn.Module())) | {"trainer", "_trainer", "_module", "_toggled"}
 """Attributes that every module or callback has: parameters and buffers are compared by themselves."""
@@ -260,7 +260,7 @@ def _found(run: RunState, model: _Model) -> _Found:
             search.attributes(callback, prefix)
             search.owners |= {prefix + key: (callback, key) for key, v in vars(callback).items() if _is_number(v)}
     for name, parameter in model.parameters:
-        for hooks in _OF_TENSOR:
+        for hooks in OF_TENSOR:
             if held := getattr(parameter, hooks, None):
                 search.hooks(held, name)
     for optimizer in run.optimizers.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import deque, namedtuple
 from collections.abc import Callable
 from functools import partial
@@ -61,12 +62,14 @@ WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "a dict of lists": (lambda p: {"a": [0, p]}, lambda held: held["a"][1]),
     "a key": (lambda p: {0: 1, p: 2}, lambda held: next(key for key, value in held.items() if value == 2)),
     "a tuple in a list": (lambda p: [(1, p, p)], lambda held: held[0][2]),
+    "a tuple twice": (lambda p: [(t := (p, 1)), {"t": t}], lambda held: held[1]["t"][0]),
     "a named tuple": (lambda p: Pair(p, 1), lambda held: held.first),
     "a set": (lambda p: {p}, lambda held: next(iter(held))),
     "a frozen set": (lambda p: frozenset({p}), lambda held: next(iter(held))),
     "a deque": (lambda p: deque([p]), lambda held: held[0]),
     "an object": (lambda p: Plain([p]), lambda held: held.held[0]),
     "an object with slots": (Slotted, lambda held: held.held),
+    "a weak reference": (lambda p: [weakref.ref(p)], lambda held: held[0]()),
     "a closure": (closure, lambda held: held()),
     "a default": (default, lambda held: held()),
     "a partial": (lambda p: partial(lambda a, b, c: (a, b, c), p, c=p), lambda held: held(1)[0]),
@@ -158,8 +161,13 @@ class Holds(Net):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
-@pytest.mark.parametrize("habit", ["gradients", "clamp", "norms", "freeze", "optimizer"])
+@pytest.mark.parametrize(
+    ("habit", "strategy"),
+    [
+        *((habit, name) for habit in ("gradients", "clamp", "norms", "freeze") for name in ("fsdp", "tensor")),
+        *(("optimizer", name) for name in REPLACING),
+    ],
+)
 def test_hooks_may_use_what_init_has_kept(habit: str, strategy: str) -> None:
     found, norms = [], []
     for name, devices in (("single", 1), (strategy, 2)):
@@ -171,6 +179,19 @@ def test_hooks_may_use_what_init_has_kept(habit: str, strategy: str) -> None:
         norms.append(torch.tensor(module.norms))
     assert distance(*found) < 1e-12
     assert norms[0].shape == norms[1].shape and torch.allclose(*norms, rtol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+def test_a_gradient_hook_that_would_add_a_shard_it_closes_over_is_refused(strategy: str) -> None:
+    """It gets the whole gradient, and would have added the weights of before the run."""
+    module = Net()
+    module.net[0].weight.register_hook(closing(module.net[0].weight))
+    with pytest.raises(RuntimeError, match="weights or gradients that are sharded over ranks together with tensors"):
+        quiet(strategy=strategy, devices=1, accelerator="cpu").fit(module, loader(32, 16))
+
+
+def closing(weight: Any) -> Callable[[Tensor], Tensor]:
+    return lambda gradient: gradient + 0.1 * weight.detach()
 
 
 KEPT: list[Any] = []
