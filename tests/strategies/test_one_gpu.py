@@ -4,6 +4,7 @@ step."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep import Loss
-from lockstep.callbacks import Callback
+from lockstep.callbacks import Callback, ModelCheckpoint
 from lockstep.strategies import DDP, FSDP, SingleDevice, Strategy
 from tests.strategies import contract
 from tests.strategies.contract import difference, reference, saved_weights
@@ -208,6 +209,75 @@ def test_a_batch_that_a_hook_leaves_on_the_cpu_stays_there(name: str) -> None:
             assert batch[0].is_cuda and batch[1].device.type == "cpu"
 
     quiet(strategy=STRATEGIES[name](), devices=1, accelerator="gpu").fit(KeepsLabels(), loader(16, 8), loader(8, 8))
+
+
+class Noisy(Net):
+    """Draws random numbers in each step, on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)]
+        self.net = nn.Sequential(*layers)
+
+
+class StopsAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.ranks  # DeepSpeed asks numactl as it saves
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_run_resumed_in_mid_epoch_is_the_run_that_was_not_stopped(name: str, precision: str, tmp_path: Path) -> None:
+    def fit(folder: str, stop: int = 0, ckpt_path: str | None = None) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        module = Noisy()
+        callbacks: list[Callback] = [ModelCheckpoint(dirpath=tmp_path / folder, every_n_train_steps=2, save_last=True)]
+        run = quiet(
+            strategy=STRATEGIES[name](),
+            devices=1,
+            accelerator="gpu",
+            precision=precision,
+            max_epochs=2,
+            seed=0,
+            enable_checkpointing=True,
+            callbacks=[*callbacks, *([StopsAt(stop)] if stop else [])],
+        )
+        with suppress(KeyboardInterrupt, SystemExit):
+            run.fit(module, loader(40, 8, shuffle=True), ckpt_path=ckpt_path)
+        assert run.global_step == (stop or 10)
+        return {key: value.detach().cpu() for key, value in module.state_dict().items()} if not stop else {}
+
+    whole = fit("whole")
+    fit("stopped", stop=7)
+    resumed = fit("stopped", ckpt_path="last")
+    assert whole.keys() == resumed.keys() and all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_virtual_ranks_give_the_same_bits_under_each_strategy(precision: str) -> None:
+    found = []
+    for name in ("single", "ddp", "fsdp", "pipeline 1f1b"):
+        torch.manual_seed(1)
+        module = Noisy()
+        run = quiet(
+            strategy=STRATEGIES[name](),
+            devices=1,
+            accelerator="gpu",
+            precision=precision,
+            virtual_ranks=4,
+            split_batches=True,
+            accumulate_grad_batches=2,
+            gradient_clip_val=0.5,
+            seed=0,
+        )
+        run.fit(module, loader(96, 16, shuffle=True))
+        found.append([value.detach().cpu() for value in module.state_dict().values()])
+        assert all(map(torch.equal, found[0], found[-1])), name
 
 
 def test_ddp_binds_its_group_to_the_device() -> None:
