@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -105,19 +105,23 @@ class _Search:
         return self._found
 
     def _attributes(self, owner: Any, name: str, skipped: tuple[str, ...] = ()) -> None:
-        parameters = getattr(owner, "_parameters", ())
-        for key, value in [*getattr(owner, "__dict__", {}).items()]:
+        own = getattr(owner, "__dict__", {})  # and not by `__getattr__`, in which anything may happen
+        parameters = own.get("_parameters", ())
+        for key, value in [*own.items()]:
             if key not in skipped and f"{key}_orig" not in parameters:  # torch.nn.utils computes it in each forward
-                self._visit(value, f"{name}.{key}", partial(_set_item, vars(owner), key))
+                self._visit(value, f"{name}.{key}", partial(_set_item, own, key))
         for kind in filter(is_users_class, type(owner).__mro__):
             for key, value in [*vars(kind).items()]:
                 if isinstance(value, FunctionType):
                     self._visit(value, f"{kind.__name__}.{key}", None)
                 elif isinstance(value, (Tensor, list, tuple, dict, set, deque)) and not key.startswith("__"):
                     self._visit(value, f"{kind.__name__}.{key}", partial(_set_attribute, kind, key))
-            for key in _slots(kind):
-                if hasattr(owner, key):
-                    self._visit(getattr(owner, key), f"{name}.{key}", partial(_set_attribute, owner, key))
+            for key, slot in _slots(kind).items():
+                try:
+                    value = slot.__get__(owner, kind)
+                except AttributeError:  # not assigned yet
+                    continue
+                self._visit(value, f"{name}.{key}", partial(_set_attribute, owner, key))
 
     def _visit(self, value: Any, name: str, put: Put | None) -> None:
         if type(value) in _PLAIN or (isinstance(value, _CONTAINERS) and not value):
@@ -235,11 +239,9 @@ def _globals_of(function: FunctionType) -> dict[str, Any]:
     return found
 
 
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = kind.__dict__.get("__slots__", ())
-    return tuple(
-        key for key in ((slots,) if isinstance(slots, str) else slots) if key not in ("__dict__", "__weakref__")
-    )
+def _slots(kind: type) -> dict[str, Any]:
+    """The descriptors of what an object holds without `__dict__`."""
+    return {key: value for key, value in vars(kind).items() if isinstance(value, MemberDescriptorType)}
 
 
 def _set_item(container: Any, key: Any, held: Any, new: Any) -> None:

@@ -301,6 +301,18 @@ def test_a_buffer_follows_or_is_named_where_it_is_not(strategy: str) -> None:
     assert len(found[0]) == 2 and found[0] == pytest.approx(found[1], rel=1e-8)
 
 
+def test_objects_that_answer_to_no_name_are_left_alone() -> None:
+    class Odd:
+        __slots__ = ("__dict__", "never")
+
+        def __getattr__(self, name: str) -> Any:
+            raise KeyError(name)
+
+    module = Net()
+    module.odd = Odd()
+    quiet(strategy="fsdp", devices=1, accelerator="cpu").fit(module, loader(16, 8))
+
+
 def test_what_a_hook_keeps_of_a_weight_does_not_end_the_run() -> None:
     class Keeps(Net):
         def on_train_batch_end(self, *args: Any) -> None:
