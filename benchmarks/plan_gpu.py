@@ -1,6 +1,7 @@
 """The largest batch of a GPT-2 of 124 million parameters that fits one GPU: as planned, and as found by trying.
 
     python -m benchmarks.plan_gpu [--step 8] [--most 256] [--memory GIB] [--json FILE]
+    python -m benchmarks.plan_gpu --speed h200    # tokens per second as planned for a batch of 16; needs no GPU
 
 The model and precision of `benchmarks.gpu`, in eager mode. Batches are multiples of `--step` sequences. The plan is for
 the memory that the device reports, or for `--memory`, which torch's allocator is then held to. A batch fits if three
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,10 @@ from benchmarks.gpu import Job, Text, fresh
 from lockstep import Trainer
 from lockstep.callbacks import Callback
 from lockstep.strategies.planning.devices import find_device
-from lockstep.strategies.planning.timing import fits
+from lockstep.strategies.planning.timing import estimate, fits
 from lockstep.trainer.planning import plan
 
-STEPS = 3
+STEPS, BATCH = 3, 16
 
 
 class Peak(Callback):
@@ -95,15 +97,19 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens in a sequence")
     parser.add_argument("--vocabulary", type=int, default=50_304, help="different tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
+    parser.add_argument("--speed", metavar="NAME", help="only say how fast that device is planned to be")
     arguments = parser.parse_args()
-    facts = machine()
+    arguments.batch, arguments.steps = arguments.step, STEPS
+    job, facts = Job(arguments), machine()
+    if arguments.speed is not None:
+        found_speed = estimate(planned(job, BATCH), find_device(arguments.speed))
+        print(f"{found_speed.tokens_per_s:,.0f} tokens/s planned, MFU {found_speed.mfu:.1%}")
+        return
     if not torch.cuda.is_available():
         sentence = "skipped: this benchmark needs a CUDA device, and torch sees none"
         print(sentence)
         write_json(arguments.json, facts, {}, skipped=sentence)
         return
-    arguments.batch, arguments.steps = arguments.step, STEPS
-    job = Job(arguments)
     found: dict[int, dict[str, int] | None] = {}
 
     def ran(batch: int) -> bool:
@@ -116,17 +122,15 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(memory / total)
     device = find_device(f"memory={memory / 2**30}")
     tried = largest(ran, arguments.step, arguments.most)
-    plans = {batch: planned(job, batch) for batch in found}
-    said = largest(
-        lambda batch: fits(plans.setdefault(batch, planned(job, batch)), device), arguments.step, arguments.most
-    )
+    plan_of = cache(partial(planned, job))
+    said = largest(lambda batch: fits(plan_of(batch), device), arguments.step, arguments.most)
     rows = {
         f"batch {batch}": {
             "batch": batch,
-            "planned_bytes": plans[batch].ranks[0].peak,
-            "planned": plans[batch].ranks[0].peak / 2**30,
+            "planned_bytes": plan_of(batch).ranks[0].peak,
+            "planned": plan_of(batch).ranks[0].peak / 2**30,
             **{name: value / 2**30 for name, value in peak.items()},
-            "error": plans[batch].ranks[0].peak / peak["allocated"] - 1,
+            "error": plan_of(batch).ranks[0].peak / peak["allocated"] - 1,
             "reserve": peak["reserved"] / peak["allocated"] - 1,
         }
         for batch, peak in sorted(found.items())

@@ -212,6 +212,18 @@ def test_plan_gpu(run: Run, tmp_path: Path) -> None:
         assert numbers["results"] == {} and output.startswith("skipped: this benchmark needs a CUDA device")
 
 
+def test_plan_gpu_says_how_fast_a_device_is_planned_to_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ("--width", "64", "--depth", "1", "--context", "16", "--vocabulary", "128")
+    speeds = []
+    for name in ("h200", "l4"):
+        monkeypatch.setattr(sys, "argv", ["plan_gpu", "--speed", name, *size])
+        plan_gpu.main()
+        speeds.append(int(capsys.readouterr().out.split()[0].replace(",", "")))
+    assert speeds[0] > speeds[1] > 0
+
+
 @pytest.mark.gpu
 def test_plan_gpu_on_a_gpu(run: Run, tmp_path: Path) -> None:
     size = ("--width", "128", "--depth", "2", "--context", "64", "--vocabulary", "512")

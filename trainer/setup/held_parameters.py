@@ -26,6 +26,7 @@ _MANY, _DEPTH, _ALL = 10_000, 30, 200_000
 """Items of a container, levels, and objects that are searched: a dataset in memory is not, to its end."""
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_HOLDERS = (*_CONTAINERS, Tensor, nn.Module, Optimizer, LRScheduler, partial, MethodType, weakref.ref)
 _OF_MODULES = ("_parameters", "_modules", "_buffers", "trainer", "_trainer")
 """Attributes of the model's own modules that are not searched."""
 
@@ -231,12 +232,14 @@ def _globals_of(function: FunctionType) -> dict[str, Any]:
             if isinstance(value, FunctionType):
                 if value.__module__ == function.__module__:
                     found[key] = value
-            elif type(value) not in _PLAIN and not isinstance(value, (type, ModuleType)):
+            elif isinstance(value, _HOLDERS) or (
+                type(value) not in _PLAIN and not isinstance(value, (type, ModuleType)) and is_users_class(type(value))
+            ):
                 found[key] = value
-    if any(isinstance(value, Tensor) for value in found.values()):  # one by such a name may be refused: is it used?
-        used = {each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
-        return {key: value for key, value in found.items() if key in used}
-    return found
+    if all(isinstance(value, FunctionType) for value in found.values()):  # no need to know which are attributes
+        return found
+    used = {each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+    return {key: value for key, value in found.items() if key in used}
 
 
 def _slots(kind: type) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def closing(weight: Any) -> Callable[[Tensor], Tensor]:
 
 KEPT: list[Any] = []
 square: Any = None
-"""A view of a weight, by a name that methods use of tensors only."""
+"""Views of weights, by a name that methods use of tensors only."""
 
 
 def clamp_all() -> None:
@@ -220,7 +220,7 @@ def test_globals_follow_that_methods_use(strategy: str, monkeypatch: pytest.Monk
         torch.manual_seed(0)
         module = Clamps()
         KEPT[:] = module.net.parameters()
-        monkeypatch.setattr(sys.modules[__name__], "square", module.net[0].weight.detach())
+        monkeypatch.setattr(sys.modules[__name__], "square", [module.net[0].weight.detach()])
         quiet(strategy=name, devices=1, accelerator="cpu", precision="64-true").fit(module, loader(32, 16))
         found.append(weights(module))
     assert distance(*found) < 1e-12 and all(float(p.abs().max()) <= 0.2 for p in found[0])
