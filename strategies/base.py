@@ -81,7 +81,8 @@ class StepResult(NamedTuple):
     loss: float | None = None
     """The loss of the window, Σ total / Σ count; None where that would make the host wait."""
     later: Callable[[], str | None] | None = None
-    """In place of `non_finite` on accelerators: the same, for which the device is waited; such a step is skipped."""
+    """In place of `non_finite` on accelerators: the same, for which the device is waited. An optimizer skips such a
+    step; where none is to be called, this is called before the next window, and drops the gradients."""
 
 
 @dataclass(frozen=True)

@@ -278,7 +278,7 @@ class SPMDStep(ManualOptimization):
                     found,
                     torch.zeros_like(found),
                 )  # the copy to the host and the optimizer read it later
-                return result._replace(later=finite.later(found))
+                return result._replace(later=finite.later(found, functools.partial(self._drop_gradients, wrapped)))
             bad = bool(found)
             first = self._agreement.first_rank(bad) if self._agreement is not None else 0 if bad else None
             if first is None:

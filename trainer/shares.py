@@ -16,7 +16,7 @@ from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.model_changes import shortened
-from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
+from lockstep.trainer.checkpoint.rank_state import on_device_of, torchmetrics_of
 from lockstep.trainer.metrics.gathering import gather_values
 from lockstep.trainer.metrics.sync import refuse_windows, uncached
 from lockstep.trainer.seeding import derive
@@ -233,6 +233,9 @@ class Shares:
                         of_share[name] = max(of_share.get(name, state), state, key=_count)
         self._current = self.own[0]
         metrics = torchmetrics_of(self._module)
+        for of_share in found.values():
+            for name in of_share.keys() & metrics.keys():
+                of_share[name].values = on_device_of(metrics[name], of_share[name].values)
         for name, state in found.pop(self._current, {}).items():
             if name in metrics:
                 state.put(metrics[name])

@@ -29,10 +29,18 @@ def found(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     return result
 
 
-def later(found: Tensor) -> Callable[[], str | None]:
-    """What `found` holds, on its way to the host while the device works on."""
+def later(found: Tensor, then: Callable[[], object] | None = None) -> Callable[[], str | None]:
+    """What `found` holds, on its way to the host while the device works on; `then` is called where it is bad."""
     read = to_host(found)
-    return lambda: "a gradient" if read() else None
+
+    def bad() -> str | None:
+        if not read():
+            return None
+        if then is not None:
+            then()
+        return "a gradient"
+
+    return bad
 
 
 def to_host(number: Tensor) -> Callable[[], float]:

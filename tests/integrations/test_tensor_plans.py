@@ -62,7 +62,7 @@ def test_adapters_that_compute_with_the_whole_weight_are_refused(options: dict[s
 
 
 def test_every_style_of_transformers_is_followed_or_refused_by_name() -> None:
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES  # which the import fills
 
     known = set(ALL_PARALLEL_STYLES.keys())
     assert len(known) > 10 and set(declared.STYLES) <= known

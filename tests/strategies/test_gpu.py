@@ -23,7 +23,7 @@ from tests.trainer.toy import quiet
 GPU = "gpu"
 DEVICE, BACKEND = "cuda", "nccl"
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 
 @pytest.fixture(autouse=True)

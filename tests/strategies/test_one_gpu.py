@@ -14,18 +14,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lockstep import Loss
-from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.callbacks import Callback, Guard, ModelCheckpoint
 from lockstep.strategies import DDP, FSDP, SingleDevice, Strategy
 from tests.strategies import contract
 from tests.strategies.contract import difference, reference, saved_weights
 from tests.strategies.test_force_mesh import ENGINES, PLANS, computes_in_double
+from tests.trainer.run.test_guards import Brittle, by_hand, far, marked_data
 from tests.trainer.toy import Net, distance, loader, net, quiet
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning"),
+    pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets:UserWarning"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning"),
 ]
 
@@ -220,6 +223,23 @@ class Noisy(Net):
         self.net = nn.Sequential(*layers)
 
 
+class Counted(Noisy):
+    """With states of metrics in tensors and in lists, on the device and on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(3)
+        self.in_a_list, self.on_the_host = MulticlassAUROC(3), MulticlassAUROC(3, compute_on_cpu=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output = self(batch[0])
+        for name in ("accuracy", "in_a_list", "on_the_host"):
+            metric = getattr(self, name)
+            metric(output.detach().float(), batch[1])
+            self.log(name, metric, on_step=False, on_epoch=True)
+        return F.cross_entropy(output, batch[1])
+
+
 class StopsAt(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
@@ -229,33 +249,62 @@ class StopsAt(Callback):
             raise KeyboardInterrupt
 
 
+def fit_until(
+    folder: Path, module: Net, stop: int = 0, ckpt_path: str | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """Train for 10 steps, or until step `stop`, with checkpoints; return weights and logged values."""
+    saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=2, save_last=True)
+    run = quiet(
+        devices=1,
+        accelerator="gpu",
+        max_epochs=2,
+        seed=0,
+        enable_checkpointing=True,
+        callbacks=[saver, *([StopsAt(stop)] if stop else [])],
+        **options,
+    )
+    with suppress(KeyboardInterrupt, SystemExit):
+        run.fit(module, loader(40, 8, shuffle=True), ckpt_path=ckpt_path)
+    assert run.global_step == (stop or 10)
+    return {key: value.detach().cpu() for key, value in {**module.state_dict(), **run.callback_metrics}.items()}
+
+
+def made(kind: type[Net]) -> Net:
+    torch.manual_seed(1)
+    return kind()
+
+
 @pytest.mark.ranks  # DeepSpeed asks numactl as it saves
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_run_resumed_in_mid_epoch_is_the_run_that_was_not_stopped(name: str, precision: str, tmp_path: Path) -> None:
-    def fit(folder: str, stop: int = 0, ckpt_path: str | None = None) -> dict[str, Tensor]:
-        torch.manual_seed(1)
-        module = Noisy()
-        callbacks: list[Callback] = [ModelCheckpoint(dirpath=tmp_path / folder, every_n_train_steps=2, save_last=True)]
-        run = quiet(
-            strategy=STRATEGIES[name](),
-            devices=1,
-            accelerator="gpu",
-            precision=precision,
-            max_epochs=2,
-            seed=0,
-            enable_checkpointing=True,
-            callbacks=[*callbacks, *([StopsAt(stop)] if stop else [])],
-        )
-        with suppress(KeyboardInterrupt, SystemExit):
-            run.fit(module, loader(40, 8, shuffle=True), ckpt_path=ckpt_path)
-        assert run.global_step == (stop or 10)
-        return {key: value.detach().cpu() for key, value in module.state_dict().items()} if not stop else {}
-
-    whole = fit("whole")
-    fit("stopped", stop=7)
-    resumed = fit("stopped", ckpt_path="last")
+    whole = fit_until(tmp_path / "whole", made(Noisy), strategy=STRATEGIES[name](), precision=precision)
+    fit_until(tmp_path / "cut", made(Noisy), 7, strategy=STRATEGIES[name](), precision=precision)
+    resumed = fit_until(
+        tmp_path / "cut", made(Noisy), ckpt_path="last", strategy=STRATEGIES[name](), precision=precision
+    )
     assert whole.keys() == resumed.keys() and all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+@pytest.mark.parametrize("options", [{}, {"virtual_ranks": 4, "split_batches": True}], ids=["plain", "shares"])
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp"])
+def test_metrics_resumed_in_mid_epoch_are_those_of_the_run_that_was_not_stopped(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = fit_until(tmp_path / "whole", made(Counted), strategy=STRATEGIES[name](), **options)
+    fit_until(tmp_path / "cut", made(Counted), 7, strategy=STRATEGIES[name](), **options)
+    resumed = fit_until(tmp_path / "cut", made(Counted), ckpt_path="last", strategy=STRATEGIES[name](), **options)
+    assert {"accuracy", "in_a_list", "on_the_host"} < whole.keys()
+    assert whole.keys() == resumed.keys() and all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if "deepspeed" not in name])
+def test_a_window_that_is_not_finite_can_be_skipped(name: str) -> None:
+    guard, module = Guard(non_finite="skip"), Brittle()
+    run = quiet(strategy=STRATEGIES[name](), devices=1, accelerator="gpu", precision="64-true", callbacks=[guard])
+    run.fit(module, marked_data(3, 4))
+    assert far(module.cpu(), by_hand({3, 4}, "64-true")[0]) < 1e-9
+    assert guard.skipped_steps == 2
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

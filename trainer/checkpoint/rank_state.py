@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
+from lockstep.strategies.devices import move
 from lockstep.trainer.metrics.entry import COMBINE
 from lockstep.trainer.seeding import derive, rng_state, seed_everything, set_rng_state
 from lockstep.trainer.setup import resume
@@ -87,6 +88,12 @@ def torchmetrics_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def on_device_of(metric: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """A state that was read from a checkpoint, where `metric` keeps its own."""
+    lists = torch.device("cpu") if metric.compute_on_cpu else metric.device
+    return {key: move(value, lists if isinstance(value, list) else metric.device, None) for key, value in state.items()}
+
+
 def _place(rank_state: dict[str, Any]) -> tuple[Any, ...]:
     return rank_state.get("data_rank"), rank_state.get("data_size"), rank_state.get("reports")
 
@@ -130,10 +137,11 @@ def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Cal
                     f"torchmetric {name} has the state {sorted(own)}, tensors and lists, but the checkpoint has "
                     "different state"
                 )
+            state = on_device_of(metric, entry["state"])
             if metric._update_count:
-                metric.merge_state(entry["state"])
+                metric.merge_state(state)
             else:
-                for key, value in entry["state"].items():
+                for key, value in state.items():
                     setattr(metric, key, value)
             metric._update_count += entry["count"]
             metric._computed = None

@@ -8,6 +8,7 @@ is, and a rank compares it with what it has computed itself.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import logging
@@ -17,7 +18,8 @@ import pickle
 import sys
 from collections.abc import Iterator, Mapping
 from enum import EnumMeta
-from pathlib import PurePath
+from importlib import metadata
+from pathlib import Path, PurePath
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -93,8 +95,25 @@ def _is_own(name: str, module: Any) -> bool:
     if name == "__main__" or name.partition(".")[0] == "lockstep" or not isinstance(module, ModuleType):
         return False
     file, spec = str(vars(module).get("__file__")), vars(module).get("__spec__")
-    installed = _PACKAGES in file or file.startswith(_LIBRARY)
-    return file.endswith(".py") and not installed and getattr(spec, "name", None) == name
+    if not file.endswith(".py") or file.startswith(_LIBRARY) or _is_installed(file):
+        return False
+    return getattr(spec, "name", None) == name
+
+
+@functools.cache
+def _is_installed(file: str) -> bool:
+    """Whether a package manager has put it where it is: into an environment, or a folder of `pip install --target`."""
+    if _PACKAGES in file or file.startswith(_LIBRARY) or not os.path.isabs(file):
+        return _PACKAGES in file
+    folders = {Path(os.path.abspath(folder)) for folder in sys.path}.intersection(Path(file).parents)
+    return any(Path(file).relative_to(folder).parts[0] in _installed_into(folder) for folder in folders)
+
+
+@functools.cache
+def _installed_into(folder: Path) -> frozenset[str]:
+    """Packages and modules in a folder that it has a record of."""
+    installed = map(metadata.Distribution.at, folder.glob("*.dist-info"))
+    return frozenset(file.parts[0] for distribution in installed for file in distribution.files or ())
 
 
 def _of_module(module: ModuleType, own: Mapping[str, ModuleType]) -> Iterator[Change]:
@@ -226,7 +245,7 @@ def _in_packages(own: Mapping[str, ModuleType]) -> Iterator[Change]:
     program = {"__main__", *own}
     globals_ = {id(vars(module)) for name, module in [*sys.modules.items()] if name in program}
     for name, module in [*sys.modules.items()]:
-        if not isinstance(module, ModuleType) or _PACKAGES not in str(vars(module).get("__file__")):
+        if not isinstance(module, ModuleType) or not _is_installed(str(vars(module).get("__file__"))):
             continue
         last = _searched.get(name)
         if last is not None and last.owners[0] is module:

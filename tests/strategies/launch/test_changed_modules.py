@@ -200,3 +200,26 @@ def test_a_replacement_that_cannot_be_sent_is_refused(program: Callable[[str], P
     """).finish()
     assert code == 1 and not out
     assert "settings.helper was replaced since its file was imported" in err.splitlines()[-1]
+
+
+def test_what_is_installed_into_a_folder_is_a_package(program: Callable[[str], Program], tmp_path: Path) -> None:
+    """As by `pip install --target`: its modules fill themselves, also with what no rank could take over."""
+    record = tmp_path / "libs" / "library-1.0.dist-info" / "RECORD"
+    record.parent.mkdir(parents=True)
+    record.write_text("library.py,,\nlibrary-1.0.dist-info/RECORD,,\n")
+    for name in ("library", "own"):
+        (tmp_path / "libs" / f"{name}.py").write_text("SIZES = {}\nLR = 0.1\n")
+    code, out, err = program("""
+        import sys
+        sys.path.insert(0, "libs")
+        import library, own
+        from lockstep.strategies.launch.launcher import launch
+
+        def ask():
+            import library, own
+            return library.SIZES, own.LR
+        library.SIZES[type(sys.float_info)] = 8
+        own.LR = 0.5
+        print(launch(ask, (), 2))
+    """).finish()
+    assert (code, out) == (0, "({}, 0.5)\n"), err

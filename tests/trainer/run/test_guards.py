@@ -27,6 +27,7 @@ from lockstep.strategies import (
     TensorParallel,
 )
 from tests.strategies.contract import Body
+from tests.strategies.sync.test_counts_on_device import Replicas, Shards, Single
 from tests.trainer.toy import Net, equal, loader, quiet, weights
 
 STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
@@ -170,7 +171,19 @@ def test_a_window_that_is_not_finite_can_be_skipped(name: str, capfd: pytest.Cap
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("make", "devices"), [(SingleDevice, 1), (DDP, 2), (FSDP, 2)])
+@pytest.mark.parametrize(("make", "devices"), [(Single, 1), (Replicas, 2), (Shards, 2)])
+def test_a_window_can_be_skipped_where_the_device_learns_it_first(make: Callable[[], Strategy], devices: int) -> None:
+    guard = Guard(non_finite="skip")
+    run = quiet(strategy=make(), devices=devices, split_batches=True, precision="64-true", callbacks=[guard])
+    module = Brittle()
+    run.fit(module, marked_data(3, 4))
+    assert far(module, by_hand({3, 4}, "64-true")[0]) < 1e-11
+    assert run.global_step == NUM_WINDOWS - 2
+    assert guard.skipped_steps == 2
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("make", "devices"), [(SingleDevice, 1), (Single, 1), (DDP, 2), (FSDP, 2)])
 def test_a_run_can_go_back_to_its_newest_checkpoint(
     make: Callable[[], Strategy], devices: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
