@@ -365,8 +365,11 @@ class Federated(ClientSteps):
             server = self._servers[id(optimizer)]
             server.state.clear()
             for name, value in saved.get("optimizers", {}).get(key, {}).items():
-                kept = unpack(value, state.read)
-                server.state[parameters[name]] = {k: v.to(parameters[name].device) for k, v in kept.items()}
+                device = parameters[name].device
+                server.state[parameters[name]] = {
+                    k: v.to(device) if isinstance(v, Tensor) and v.dim() else v
+                    for k, v in unpack(value, state.read).items()
+                }
         if self._control is not None:
             if saved and saved["population"] != self._population:
                 raise ValueError(
