@@ -104,7 +104,7 @@ class Items:
     samples on all ranks), the last of which is -1 after the end, and 0 but for the last part.
     """
 
-    STATE = ("epoch", "samples", "micro_batches", "dataset", "random")
+    STATE = ("epoch", "samples", "micro_batches", "ended", "dataset", "random")
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Items:
         return batch if self._collate_fn is None else self._collate_fn(batch)
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Begin the next run where `state` was taken."""
+        """Begin the next run where `state` was taken: within its epoch, or in one that follows it."""
         self._resume = state
 
     @property
@@ -186,8 +186,8 @@ class Items:
     def state_dict(self) -> dict[str, Any]:
         if self._run < 0 or not self.has_state:
             return {}
-        values = (self._epoch, self.samples, self.micro_batches, self.dataset.state_dict(), self._apart.state_dict())
-        return dict(zip(self.STATE, values, strict=True))
+        read = self._epoch, self.samples, self.micro_batches, self._ended
+        return dict(zip(self.STATE, (*read, self.dataset.state_dict(), self._apart.state_dict()), strict=True))
 
     def _open(self, epoch: int, start: int, limit: int | None) -> None:
         state, self._resume = self._resume, None
@@ -196,10 +196,17 @@ class Items:
         self._epoch, self._limit = epoch, limit
         self._number, self._ended = 0, False
         self.samples = self.micro_batches = 0
+        if state is not None and state["epoch"] != epoch:  # what the dataset carries into this epoch
+            self.dataset.load_state_dict(state["dataset"])
+            state = None
         announce(self.dataset, self._share.seed, epoch)
         if state is not None:
             self.dataset.load_state_dict(state["dataset"])
             self.samples, self.micro_batches = state["samples"], state["micro_batches"]
+            if state.get("ended", False):  # to iterate would begin the next epoch
+                self._ended = True
+                self._apart.load_state_dict(state["random"])
+                return
         with self._iterating():
             self._items = iter(self.dataset)
         if state is not None:

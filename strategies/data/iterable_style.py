@@ -119,7 +119,7 @@ class Streamed(Source):
         fetcher = self._fetcher.copy()
         if self._workers is None or not self._workers.num_workers:
             self._live = fetcher
-            if self._loaded is not None and self._fits(epoch, start):
+            if self._loaded is not None and (self._fits(epoch, start) or (start == 0 and self._precedes(epoch))):
                 fetcher.resume(self._loaded)
             self._loaded = None
         fetched = map(fetcher.__getitem__, keys) if self._workers is None else self._workers.run(fetcher, keys, epoch)
@@ -146,7 +146,7 @@ class Streamed(Source):
             self._loaded = None
         elif not self._fetcher.has_state or (self._workers is not None and self._workers.num_workers):
             super().load_state_dict(state)
-        elif set(state) != set(Items.STATE):
+        elif set(state) | {"ended"} != set(Items.STATE):  # checkpoints of old do not say whether it had
             raise ValueError(
                 f"the state of an iterable dataset has the keys {sorted(Items.STATE)}, but it has {sorted(state)}"
             )
@@ -162,6 +162,11 @@ class Streamed(Source):
 
     def _fits(self, epoch: int, start: int) -> bool:
         return self._loaded is not None and self._loaded["epoch"] == epoch and self._loaded["samples"] <= start
+
+    def _precedes(self, epoch: int) -> bool:
+        """Whether the loaded state was taken before `epoch` began, so that the dataset continues over epochs with
+        it."""
+        return self._loaded is not None and self._loaded["epoch"] < epoch
 
     def mark(self, samples: int, micro_batches: int) -> None:
         if self._live is not None:

@@ -230,8 +230,9 @@ class ShardedLoader:
 
         Raises ValueError for a number below 1, and if batches cannot be split so.
         """
-        share = replace(self._source.share, accumulate=_positive(accumulate))
+        share, state = replace(self._source.share, accumulate=_positive(accumulate)), self.state_dict()
         self._source = source_of(self.loader, share, self._shuffle)
+        self.load_state_dict(state)
         if share.planned:
             self._source.check_planned(0)
 
@@ -249,7 +250,8 @@ class ShardedLoader:
         return self._source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take `state` for the next `windows` of its epoch, which then need not replay."""
+        """Take `state` for the next `windows` of its epoch, which then need not replay, or of the epoch that
+        follows."""
         self._source.load_state_dict(state)
 
     def _windows(self, epoch: int, start: int, limit: int | None) -> Iterator[Window]:

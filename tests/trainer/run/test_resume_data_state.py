@@ -1,0 +1,100 @@
+"""A run whose data has a state of its own is resumed from any checkpoint as if it had never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset
+
+from lockstep.callbacks import Callback
+from tests.trainer.toy import data, equal, net, quiet, weights
+
+SAMPLES = list(data(22))
+
+
+class Resetting(IterableDataset[Any]):
+    """Begins again once it has ended."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < len(SAMPLES):
+            self.at += 1
+            yield SAMPLES[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Endless(Resetting):
+    """Continues where the epoch before was limited."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.at += 1
+            yield SAMPLES[self.at % len(SAMPLES)]
+
+
+class SaveEverywhere(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch:
+            trainer.save_checkpoint(self.folder / f"start {trainer.current_epoch}")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not trainer._run.window_is_open:
+            trainer.save_checkpoint(self.folder / f"step {trainer.global_step}")
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"end {trainer.current_epoch}")
+
+
+class Accumulate(Callback):
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        trainer.accumulate_grad_batches = 1 + trainer.current_epoch % 2
+
+
+def fit(dataset: Any, ckpt: Path | None = None, **options: Any) -> tuple[Any, Any]:
+    module, trainer = net(), quiet(accelerator="cpu", **{"max_epochs": 3, "split_batches": True} | options)
+    trainer.fit(module, DataLoader(dataset, 8), ckpt_path=ckpt)
+    return module, trainer
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Resetting, {}),
+        (Endless, {"limit_train_batches": 2}),
+        (Endless, {"limit_train_batches": 2, "callbacks": Accumulate}),
+        pytest.param(Resetting, {"strategy": "ddp", "devices": 2}, marks=pytest.mark.ranks),
+        pytest.param(
+            Endless,
+            {"strategy": "ddp", "devices": 2, "limit_train_batches": 2},
+            marks=(pytest.mark.ranks, pytest.mark.slow),
+        ),
+    ],
+)
+def test_every_checkpoint_continues_with_the_datasets_state(
+    tmp_path: Path, kind: type[Resetting], options: dict[str, Any]
+) -> None:
+    more = [make() for make in (options.pop("callbacks", None),) if make is not None]
+    whole, trainer = fit(kind(), callbacks=[*more, SaveEverywhere(tmp_path)], **options)
+    saved = [tmp_path / "step 3", tmp_path / "end 0"]
+    if "devices" not in options:
+        fit(kind(), max_epochs=1, callbacks=more, **options)[1].save_checkpoint(tmp_path / "after fit")
+        saved = sorted(tmp_path.iterdir())
+        assert len(saved) == trainer.global_step + 3 + 2 + 1
+    for path in saved:
+        resumed, other = fit(kind(), path, callbacks=more, **options)
+        assert other.global_step == trainer.global_step, path.name
+        assert equal(weights(resumed), weights(whole)), path.name
