@@ -65,8 +65,8 @@ class StepVote(NamedTuple):
     keys: int = 0
     """Hash (below 2**52) of the metric names that this rank has logged."""
     names: Callable[[], list[str]] | None = None  # for the message
-    rates: int = 0
-    """Hash (below 2**32) of the optimizers' learning rates and the like."""
+    rates: int = 0  # hash (below 2**32) of the optimizers' learning rates and the like
+    order: tuple[int, str] = (0, "")  # as `ShardedLoader.order`
 
 
 class StepResult(NamedTuple):

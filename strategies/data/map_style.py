@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -9,6 +11,7 @@ from itertools import chain, islice, product
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lockstep.strategies.data.batch_rows import count_samples, guess_batch_size
@@ -62,6 +65,8 @@ class Indexed(Source):
                 f"split_batches needs batches that can be split, but {name_of(loader)} makes its own (batch_size is "
                 "None)"
             )
+        self.hashed = 0
+        """Hash of what the user's sampler has yielded in this epoch, some of which may be for later pieces."""
         self._drop_last: bool
         batch_size, self._drop_last = (sampler.batch_size, sampler.drop_last) if cut else (1, False)
         self.batch_size = batch_size if cut else None
@@ -149,20 +154,34 @@ class Indexed(Source):
         if start and self.counts_own:
             start = self._items_before(epoch, start)
         tasks = self._tasks(epoch, start, limit)
-        counts: deque[tuple[int, int, int]] = deque()
+        counts: deque[tuple[int, int, int, int]] = deque()
 
         def keys() -> Iterator[tuple[int, int, Any]]:
             for indices, position, num_samples, all_samples, closes in tasks:
-                counts.append((num_samples, all_samples, closes))
+                counts.append((num_samples, all_samples, closes, self.hashed))
                 yield epoch, position, indices[0] if self.counts_own else indices
 
         for batch in self._workers.run(self._fetcher, keys(), epoch):
-            num_samples, all_samples, closes = counts.popleft()
+            num_samples, all_samples, closes, hashed = counts.popleft()
+            self.note_order(hashed)
             if self.counts_own:
                 num_samples = all_samples = guess_batch_size(batch) if num_samples else 0
             yield batch, num_samples, all_samples, closes
 
+    def note_order(self, hashed: int) -> None:
+        """Note the hash as of a piece that is about to be given."""
+        if self._sampler is not None:
+            self.order = hashed, name_of(self._sampler)
+
     def stand_in(self) -> Any:
+        hashed = self.hashed
+        try:
+            return self._first_kept()
+        finally:
+            self.hashed = hashed  # which other ranks may not need to read
+
+    def _first_kept(self) -> Any:
+        """The first batch, in the order of epoch 0, that has a sample."""
         for indices in islice(self._units(0, 0, 1) if not self._batches else self._replay(0), _READ_AHEAD):
             with Randomness(0):  # what the dataset draws here is nobody's
                 task = next(self._indices(0, iter([(indices, 0, len(indices), len(indices), 0)])))
@@ -327,7 +346,7 @@ class Indexed(Source):
 
     def _replay(self, epoch: int) -> Iterator[Any]:
         """Iterate the user's sampler as every other rank does, leaving the run's random state alone."""
-        ahead = _READ_AHEAD_BATCHES if self._batches else _READ_AHEAD
+        ahead, hashed = _READ_AHEAD_BATCHES if self._batches else _READ_AHEAD, 0
         apart = Randomness(mix(self.share.seed, epoch))
         try:
             announce(self._sampler, self.share.seed, epoch)
@@ -338,9 +357,17 @@ class Indexed(Source):
         while True:
             with apart:
                 read = list(islice(Once(items), ahead))
+            self.hashed = hashed = _hash_of(read, hashed)
             yield from read
             if len(read) < ahead:
                 return
+
+
+def _hash_of(read: list[Any], before: int) -> int:
+    """A hash of indices and those before them, for other processes to compare; 0 where there are none."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return 0
+    return zlib.crc32(re.sub(r" at 0x\w+", "", repr(read)).encode(), before)  # an address is of one process
 
 
 def _listed(batch: Any) -> list[Any]:

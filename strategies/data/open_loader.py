@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count, islice
@@ -162,12 +163,19 @@ class Combined(Source):
             open_ = rank + 1 < num_ranks
             if not open_:
                 closes = -(-(inside + 1) // share.ranks) if inside + 1 == a_window or unit + 1 == end else 0
-                self._asked = asked
+                self._note(asked)
                 yield mine, num_samples, all_samples, closes
                 num_samples = all_samples = 0
         if open_:
-            self._asked = asked
+            self._note(asked)
             yield mine, num_samples, all_samples, -(-(inside + 1) // share.ranks)
+
+    def _note(self, asked: list[tuple[Source, Any, int]]) -> None:
+        """Note of what the unit is that is about to be given."""
+        self._asked = asked
+        orders = [source.order for source in self._sources.values()]
+        hashes = [hashed for hashed, _ in orders]
+        self.order = zlib.crc32(repr(hashes).encode()) * any(hashes), ", ".join(name for _, name in orders if name)
 
     def samples_in(self, batch: Any, asked: int) -> int | None:
         found = [
@@ -235,12 +243,12 @@ def _numbered(
         yield from ((batch, num_samples) for batch, num_samples, *_ in source.pieces(epoch, 0, None))
         return
     tasks = enumerate(islice(source._tasks(epoch, 0, None), None if end is None else max(0, end - first)), first)
-    known: deque[tuple[bool, int]] = deque()
+    known: deque[tuple[bool, int, int]] = deque()
     to_fetch: deque[tuple[int, int, Any]] = deque()
 
     def look_ahead() -> bool:
         for number, (indices, position, num_samples, *_) in tasks:
-            known.append((is_mine(number), num_samples))
+            known.append((is_mine(number), num_samples, source.hashed))
             if known[-1][0]:
                 to_fetch.append((epoch, position, indices))
             return True
@@ -255,5 +263,6 @@ def _numbered(
 
     fetched = source._workers.run(source._fetcher, keys(), epoch)
     while known or look_ahead():
-        is_here, num_samples = known.popleft()
+        is_here, num_samples, hashed = known.popleft()
+        source.note_order(hashed)
         yield next(fetched) if is_here else None, num_samples

@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.strategies.data.batch_rows import guess_batch_size
 from lockstep.strategies.data.open_loader import source_of
-from lockstep.strategies.data.source import Share
+from lockstep.strategies.data.source import Order, Share
 
 
 @dataclass(slots=True)
@@ -186,6 +186,12 @@ class ShardedLoader:
     def num_micro_batches(self) -> int:
         """Micro-batches of a full window on each rank."""
         return self._source.window_parts
+
+    @property
+    def order(self) -> Order:
+        """A hash of what a user's sampler has yielded up to the last window read, equal on all ranks unless it differs
+        on them, and its name. 0 on one process, and where Lockstep decides the order."""
+        return self._source.order
 
     @property
     def plan(self) -> dict[str, Any]:

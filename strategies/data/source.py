@@ -13,6 +13,8 @@ Piece: TypeAlias = tuple[Any, int, int, int]
 """A micro-batch: (batch, samples of this rank, samples of all ranks, batches of the window that it ends, else 0)."""
 Task: TypeAlias = tuple[Any, int, int, int, int]
 """What to fetch for one: (indices, position of the first in the order, then as in `Piece`)."""
+Order: TypeAlias = "tuple[int, str]"
+"""Hash (below 2**32) of the indices that samplers have yielded, and the names of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ class Source(ABC):
     may_filter = False
     """True where the user's own function makes batches, so that samples may be skipped."""
     shards_itself = False
+    order: Order = 0, ""
+    """Of a user's sampler, up to the last piece; hashed where there are several processes."""
 
     @abstractmethod
     def pieces(self, epoch: int, start: int, limit: int | None) -> Iterator[Piece]: ...

@@ -1,6 +1,6 @@
 """The control message of a step: what the ranks must agree on, exchanged beside the last backward.
 
-Eleven numbers a rank, beside the collectives of the user (`strategies/sync/host_all_gather.py`). They are sent before
+Twelve numbers a rank, beside the collectives of the user (`strategies/sync/host_all_gather.py`). They are sent before
 the last backward and read after it: a rank that skipped a collective, gave it another tensor or reduction or logged
 other names is found while the parameters are still untouched. Five more a rank, once the gradients are final, say
 whether those are finite, what was called and what hooks changed since, and before an optimizer steps until then.
@@ -29,6 +29,8 @@ class Message(NamedTuple):
 
     step: int
     """Optimizer steps agreed on so far."""
+    order: int
+    """Hash of the indices that the user's sampler has yielded."""
     samples: int
     """In the global batch."""
     collectives: int
@@ -53,6 +55,7 @@ class Message(NamedTuple):
 _EQUAL = {
     "edits": "changes of weights, gradients, requires_grad or optimizers in hooks",
     "step": "optimizer step",
+    "order": "order of samples",
     "samples": "samples of the global batch",
     "collectives": "collective calls so far",
     "kinds": "latest collective calls (operation, reduction, dtype or size)",
@@ -63,6 +66,7 @@ _SAMPLES, _KEYS, _STOP, _COUNT, _TOTAL = map(Message._fields.index, ("samples", 
 """Places in a message; what is before the keys must be equal."""
 _RULES = {
     _EQUAL["samples"]: "read the same data, or say shards_itself on the dataset",
+    _EQUAL["order"]: "seed it equally, or let it decide from what all ranks know, such as trainer.callback_metrics",
     _EQUAL["edits"]: "change them alike, whatever its number",
     _EQUAL["rates"]: "set them from values that are equal on all ranks, such as trainer.callback_metrics",
 }
@@ -87,6 +91,7 @@ class StepAgreement:
         self._edited: list[str] = []
         self._calls = Calls()
         self._names: Callable[[], list[str]] | None = None
+        self._sampler = ""
         self._sent = self._calls.latest
 
     def close(self) -> None:
@@ -102,8 +107,18 @@ class StepAgreement:
     def prepare(self, vote: StepVote, samples: int) -> Callable[[float, bool, float], None]:
         """`send` in two: this says what was called until now; what it returns takes the rest, and starts the
         exchange."""
-        self._names = vote.names
-        said = self._step, samples, self.num_calls(), self._calls.hash, vote.rates, self._edits(), vote.keys, vote.stop
+        self._names, (order, self._sampler) = vote.names, vote.order
+        said = (
+            self._step,
+            order,
+            samples,
+            self.num_calls(),
+            self._calls.hash,
+            vote.rates,
+            self._edits(),
+            vote.keys,
+            vote.stop,
+        )
         self._sent = self._calls.latest
         self._calls.clear()
 
@@ -234,6 +249,8 @@ class StepAgreement:
         here = ""
         if what == _EQUAL["kinds"] and self._sent:
             here = f" (rank {self._rank} called {', '.join(self._sent)} last)"
+        if what == _EQUAL["order"]:
+            here = f" (as {self._sampler} has yielded other indices on them)"
         if what == _EQUAL["edits"]:
             here = f" (rank {self._rank} changed {', '.join(self._edited[:10]) or 'nothing'})"
         raise RuntimeError(f"the ranks disagree on their {what}{each}: {who}{when}{here}; every rank must {rule}")

@@ -248,7 +248,8 @@ def vote(run: RunState, meets: bool) -> StepVote:
     stop = run.signals.number or int(run.should_stop)
     if run.saving is not None and run.saving.failure is not None:
         stop = saving.SAVE_FAILED
-    return StepVote(stop, metrics.keys_hash, metrics.names, _hash_of_rates(run.optimizers.values()) if meets else 0)
+    rates = _hash_of_rates(run.optimizers.values()) if meets else 0
+    return StepVote(stop, metrics.keys_hash, metrics.names, rates, run.train_dataloader.order)
 
 
 def _hash_of_rates(optimizers: Iterable[Optimizer]) -> int:
