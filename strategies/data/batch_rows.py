@@ -67,6 +67,20 @@ def _agreed(rows: int, asked: int, tensors: list[Any], lengths: set[int]) -> int
     return rows if column or (rows > 1 and not across) else None
 
 
+def rows_each(batch: Any, asked: int) -> float:
+    """Rows for each of the `asked` samples where all tensors have equally many, and nothing else tells how many samples
+    there are; else 0."""
+    if batch is None or _is_list_of_samples(batch):
+        return 0.0
+    values = list(_walk(batch))
+    tensors = [value for value in values if not isinstance(value, list | tuple) and value.ndim]
+    lists = [value for value in values if isinstance(value, list | tuple) and not hasattr(value, "_fields")]
+    rows = {int(tensor.shape[0]) for tensor in tensors}
+    tells = any(len(items) <= asked and _alike(items) for items in lists)
+    across = any(tensor.ndim > 1 and tensor.shape[1] == asked for tensor in tensors)
+    return rows.pop() / asked if len(rows) == 1 and not tells and not across else 0.0
+
+
 def _is_list_of_samples(batch: Any) -> bool:
     """Whether `batch` lists (input, label, …) tuples or dicts of which a part is a single number or text."""
     if not isinstance(batch, list | tuple) or not batch or not _alike(batch):

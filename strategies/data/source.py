@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from lockstep.strategies.data.batch_rows import count_samples
+from lockstep.strategies.data.batch_rows import count_samples, rows_each
 
 Piece: TypeAlias = tuple[Any, int, int, int]
 """A micro-batch: (batch, samples of this rank, samples of all ranks, batches of the window that it ends, else 0)."""
@@ -86,6 +87,9 @@ class Source(ABC):
     order: Order = 0, ""
     """Of a user's sampler, up to the last piece; hashed where there are several processes."""
 
+    _least, _most = math.inf, 0.0
+    """Rows for each sample asked for, in the batches so far."""
+
     @abstractmethod
     def pieces(self, epoch: int, start: int, limit: int | None) -> Iterator[Piece]: ...
 
@@ -98,8 +102,17 @@ class Source(ABC):
         """Raise where an epoch cannot be read from `start`."""
 
     def samples_in(self, batch: Any, asked: int) -> int | None:
-        """How many of the samples asked for are in `batch`; None where nothing tells."""
-        return count_samples(batch, asked)
+        """How many of the samples asked for are in `batch`; None where nothing tells.
+
+        That is also so where samples have several rows in a batch, but not equally many in each: as many rows as were
+        asked for are then fewer samples.
+        """
+        found = count_samples(batch, asked)
+        if found and (each := rows_each(batch, asked)):
+            self._least, self._most = min(each, self._least), max(each, self._most)
+            if self._least < self._most > 1:
+                return None
+        return found
 
     def stand_in(self) -> Any:
         """A batch to run with zero weight where the first batch holds no sample; None where there is none."""

@@ -102,6 +102,28 @@ def test_a_micro_batch_counts_what_is_in_it_and_a_window_what_was_asked_for(make
             assert micro.num_samples == len(micro.batch) in (1, 2)
 
 
+def views(items: list[int], number: int = 2) -> Any:
+    """Several rows of each even number."""
+    kept = [item for item in items if item % 2 == 0 or item > 5]
+    return torch.tensor(kept, dtype=torch.float32).repeat(number)[:, None].expand(-1, 3) if kept else None
+
+
+def test_rows_of_several_to_a_sample_are_ambiguous_where_some_are_dropped() -> None:
+    def ambiguous(numbers: range, size: int = 2) -> list[bool]:
+        (windows,) = read(lambda: DataLoader(numbers, size, collate_fn=views), 1)  # type: ignore[arg-type]
+        return [micro.is_ambiguous for window in windows for micro in window.micro_batches]
+
+    assert ambiguous(range(6, 13)) == [False] * 4, "all of them, in the short last batch too"
+    assert ambiguous(range(10)) == [False, False, False, True, True], "two rows were one sample of two, as is seen then"
+    assert ambiguous(range(6, 12), 3) == [False, False]
+    assert ambiguous(range(4, 10)) == [False, True, True]
+
+
+def test_time_first_is_not_several_rows_of_a_sample() -> None:
+    (windows,) = read(lambda: DataLoader(Numbers(10), 4, collate_fn=lambda items: rows(8, len(items), 2)), 1)
+    assert [micro.num_samples for window in windows for micro in window.micro_batches] == [4, 4, 2]
+
+
 def test_a_dataset_that_filters_what_it_is_asked_for_together() -> None:
     (windows,) = read(lambda: DataLoader(Bulk(), 4), 1)
     assert [micro.num_samples for window in windows for micro in window.micro_batches] == [2, 1, 1]

@@ -176,3 +176,16 @@ def test_default_collate_without_samples_is_one_sentence(dataset: Any, samples: 
 def test_an_index_error_of_a_collate_function_stays_its_own() -> None:
     with pytest.raises(IndexError, match="list index out of range"):
         quiet(accelerator="cpu").fit(Plain(), loader(collate_fn=lambda items: items[9]))
+
+
+def two_views(items: list[Any]) -> Any:
+    batch = positive(items)
+    return None if batch is None else [torch.cat([batch[0], 0.1 - batch[0] / 2]), torch.cat([batch[1], batch[1]])]
+
+
+@pytest.mark.ranks
+def test_two_rows_of_one_sample_have_no_weight_beside_two_of_each() -> None:
+    loader = DataLoader(SAMPLES, 4, collate_fn=two_views)  # type: ignore[arg-type]
+    trainer = quiet(strategy="ddp", devices=2, accelerator="cpu", precision="64-true", split_batches=True)
+    with pytest.raises(ValueError, match="does not show how many samples its collate function left in it"):
+        trainer.fit(Plain(), loader)
