@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice, product
 from typing import Any
@@ -18,6 +18,7 @@ from lockstep.strategies.data.batch_rows import count_samples, guess_batch_size
 from lockstep.strategies.data.fetchers import Once, Samples, escaped
 from lockstep.strategies.data.permutation import Permutation, mix
 from lockstep.strategies.data.randomness import Randomness, announce
+from lockstep.strategies.data.sampler_state import SamplerState
 from lockstep.strategies.data.source import (
     Piece,
     Share,
@@ -71,6 +72,7 @@ class Indexed(Source):
         batch_size, self._drop_last = (sampler.batch_size, sampler.drop_last) if cut else (1, False)
         self.batch_size = batch_size if cut else None
         self._order(sampler.sampler if cut else sampler, loader, shuffle)
+        self._state = SamplerState(self._sampler)
         self._unit: int = batch_size if share.split else batch_size * share.ranks
         # A fetched key is a list of samples to collate, a list that the dataset takes whole, or one ready batch.
         self._fetcher = Samples(
@@ -174,11 +176,14 @@ class Indexed(Source):
             self.order = hashed, name_of(self._sampler)
 
     def stand_in(self) -> Any:
-        hashed = self.hashed
+        hashed, state, own = self.hashed, self._state, SamplerState(self._sampler)
+        own.begin(0)
+        self._state = own
         try:
             return self._first_kept()
-        finally:
-            self.hashed = hashed  # which other ranks may not need to read
+        finally:  # which other ranks may not need to read
+            own.begin(0)
+            self.hashed, self._state = hashed, state
 
     def _first_kept(self) -> Any:
         """The first batch, in the order of epoch 0, that has a sample."""
@@ -189,6 +194,13 @@ class Indexed(Source):
             if count_samples(batch, len(indices)):
                 return batch
         return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not self._state.load_state_dict(state):
+            super().load_state_dict(state)
 
     def check_planned(self, start: int) -> None:
         share = self.share
@@ -349,6 +361,7 @@ class Indexed(Source):
         ahead, hashed = _READ_AHEAD_BATCHES if self._batches else _READ_AHEAD, 0
         apart = Randomness(mix(self.share.seed, epoch))
         try:
+            self._state.begin(epoch)
             announce(self._sampler, self.share.seed, epoch)
             with apart:
                 items = iter(self._sampler)

@@ -142,8 +142,8 @@ class Source(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
             raise ValueError(
-                "the loader's state comes from an iterable dataset with its own state, read without workers, which "
-                "this loader is not"
+                "the loader's state comes from an iterable dataset with its own state, read without workers, or from a "
+                "sampler with one, which this loader is not"
             )
 
     def resumed(self, epoch: int, start: int) -> tuple[int, int]:

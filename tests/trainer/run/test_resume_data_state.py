@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lockstep.callbacks import Callback
-from tests.trainer.toy import data, equal, net, quiet, weights
+from tests.trainer.toy import data, distance, equal, net, quiet, weights
 
 SAMPLES = list(data(22))
 
@@ -43,6 +44,34 @@ class Endless(Resetting):
             yield SAMPLES[self.at % len(SAMPLES)]
 
 
+class Shuffling(Sampler[int]):
+    """Draws each epoch's order from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.own = torch.Generator().manual_seed(1)
+
+    def __len__(self) -> int:
+        return len(SAMPLES)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(len(SAMPLES), generator=self.own).tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": self.own.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.own.set_state(state["own"])
+
+
+class ShufflingBatches(Shuffling):
+    def __iter__(self) -> Iterator[Any]:
+        indices = list(super().__iter__())
+        return iter([indices[:8], indices[8:16], indices[16:]])
+
+    def __len__(self) -> int:
+        return 3
+
+
 class SaveEverywhere(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,7 +95,12 @@ class Accumulate(Callback):
 
 def fit(dataset: Any, ckpt: Path | None = None, **options: Any) -> tuple[Any, Any]:
     module, trainer = net(), quiet(accelerator="cpu", **{"max_epochs": 3, "split_batches": True} | options)
-    trainer.fit(module, DataLoader(dataset, 8), ckpt_path=ckpt)
+    given = {
+        Shuffling: lambda: DataLoader(SAMPLES, 8, sampler=dataset),  # type: ignore[arg-type]
+        ShufflingBatches: lambda: DataLoader(SAMPLES, batch_sampler=dataset),  # type: ignore[arg-type]
+    }
+    loader = given.get(type(dataset), lambda: DataLoader(dataset, 8))()
+    trainer.fit(module, loader, ckpt_path=ckpt)
     return module, trainer
 
 
@@ -76,6 +110,8 @@ def fit(dataset: Any, ckpt: Path | None = None, **options: Any) -> tuple[Any, An
         (Resetting, {}),
         (Endless, {"limit_train_batches": 2}),
         (Endless, {"limit_train_batches": 2, "callbacks": Accumulate}),
+        (Shuffling, {}),
+        (ShufflingBatches, {"limit_train_batches": 2}),
         pytest.param(Resetting, {"strategy": "ddp", "devices": 2}, marks=pytest.mark.ranks),
         pytest.param(
             Endless,
@@ -84,9 +120,7 @@ def fit(dataset: Any, ckpt: Path | None = None, **options: Any) -> tuple[Any, An
         ),
     ],
 )
-def test_every_checkpoint_continues_with_the_datasets_state(
-    tmp_path: Path, kind: type[Resetting], options: dict[str, Any]
-) -> None:
+def test_every_checkpoint_continues_with_the_datasets_state(tmp_path: Path, kind: Any, options: dict[str, Any]) -> None:
     more = [make() for make in (options.pop("callbacks", None),) if make is not None]
     whole, trainer = fit(kind(), callbacks=[*more, SaveEverywhere(tmp_path)], **options)
     saved = [tmp_path / "step 3", tmp_path / "end 0"]
@@ -98,3 +132,10 @@ def test_every_checkpoint_continues_with_the_datasets_state(
         resumed, other = fit(kind(), path, callbacks=more, **options)
         assert other.global_step == trainer.global_step, path.name
         assert equal(weights(resumed), weights(whole)), path.name
+
+
+@pytest.mark.ranks
+def test_a_samplers_state_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
+    whole, _ = fit(Shuffling(), callbacks=[SaveEverywhere(tmp_path)], precision="64-true")
+    resumed, _ = fit(Shuffling(), tmp_path / "step 5", strategy="ddp", devices=2, precision="64-true")
+    assert distance(weights(resumed), weights(whole)) < 1e-12

@@ -1,0 +1,52 @@
+"""The state of a user's sampler, with which a resumed run reads the order of the epoch and of those that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from torch.utils.data import DistributedSampler
+
+
+class SamplerState:
+    """What a sampler with `state_dict` and `load_state_dict` held as its epoch began, and what it holds now.
+
+    An epoch is read from its beginning also where a run continues within it.
+    """
+
+    KEYS = ("epoch", "began", "now")
+
+    def __init__(self, sampler: Any) -> None:
+        # The order of a DistributedSampler follows from the epoch, and torchdata's would skip what it has yielded.
+        own = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+        self._sampler = sampler if own and not isinstance(sampler, DistributedSampler) else None
+        self._epoch = -1
+        self._began: Any = None
+        self._loaded: Any = None
+        """What it held in the run that is resumed, until it is read."""
+
+    def begin(self, epoch: int) -> None:
+        """Let the sampler be as when it first began `epoch`."""
+        if self._sampler is None:
+            return
+        if epoch == self._epoch:
+            self._sampler.load_state_dict(deepcopy(self._began))
+        else:
+            if self._loaded is not None:
+                self._sampler.load_state_dict(self._loaded)
+            self._epoch, self._began = epoch, deepcopy(self._sampler.state_dict())
+        self._loaded = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._sampler is None or self._epoch < 0:
+            return {}
+        now = deepcopy(self._sampler.state_dict()) if self._loaded is None else self._loaded
+        return dict(zip(self.KEYS, (self._epoch, self._began, now), strict=True))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Take up `state`; whether it is that of a sampler, and there is one to take it."""
+        if self._sampler is None or set(state) != set(self.KEYS):
+            return False
+        self._epoch, self._began, self._loaded = (state[key] for key in self.KEYS)
+        return True
