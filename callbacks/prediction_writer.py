@@ -45,7 +45,7 @@ class PredictionWriter(Callback):
         self.output_dir = output_dir
         self._files: dict[tuple[int, str], BinaryIO] = {}
         self._columns: dict[tuple[int, str], tuple[str, list[int]]] = {}
-        self._rows: dict[int, list[int]] = {}
+        self._rows: dict[int, list[tuple[int, int]]] = {}  # batch and rows, in the order of the file
         self._folder = Path()
         self._rank = 0
         self._is_open = False  # parts may be on the disk
@@ -82,7 +82,7 @@ class PredictionWriter(Callback):
             )
         for name, value in outputs.items():
             self._append(dataloader_idx, name, value)
-        self._rows.setdefault(dataloader_idx, []).append(next(iter(rows.values())) or 0)
+        self._rows.setdefault(dataloader_idx, []).append((batch_idx, next(iter(rows.values())) or 0))
 
     def on_predict_end(self, trainer: Trainer, module: Module) -> None:
         self._close()
@@ -140,15 +140,18 @@ def _merge(folder: Path, ranks: int) -> None:
         files = [part.open("rb") if part.exists() else None for part in parts]
         whole, width = folder / f".{index}.{name}.rank-all", np.dtype(kind).itemsize * math.prod(shape)
         with whole.open("wb") as merged:
-            header = {"descr": kind, "fortran_order": False, "shape": (sum(map(sum, rows)), *shape)}
+            # A rank has no rows of a batch that it has no sample of.
+            order = [(batch, rank, count) for rank in range(ranks) for batch, count in rows[rank]]
+            order.sort(key=lambda part: part[:2])
+            header = {"descr": kind, "fortran_order": False, "shape": (sum(count for *_, count in order), *shape)}
             np.lib.format.write_array_header_1_0(merged, header)
-            for i in range(max(map(len, rows), default=0)):
-                for counts, file in zip(rows, files, strict=True):
-                    if file is not None and i < len(counts):
-                        merged.write(file.read(counts[i] * width))
-        for part, file in zip(parts, files, strict=True):
-            if file is not None:
-                file.close()
+            for _, rank, count in order:
+                file = files[rank]
+                if file is not None:
+                    merged.write(file.read(count * width))
+        for part, opened in zip(parts, files, strict=True):
+            if opened is not None:
+                opened.close()
                 part.unlink()
         target = folder / f"dataloader_{index}" if several else folder
         target.mkdir(exist_ok=True)

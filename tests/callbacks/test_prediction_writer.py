@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lockstep.callbacks import PredictionWriter
-from tests.trainer.toy import Net, loader, quiet
+from tests.trainer.toy import Net, data, loader, quiet
 
 
 class Predicts(Net):
@@ -55,6 +56,18 @@ def test_the_order_is_the_same_on_several_ranks(strategy: str, devices: int, siz
     assert set(several) == set(one)
     for name, expected in one.items():
         np.testing.assert_allclose(several[name], expected, rtol=1e-12)
+
+
+@pytest.mark.ranks
+def test_the_order_is_kept_where_a_rank_has_no_sample_of_a_batch(tmp_path: Path) -> None:
+    def split(name: str, devices: int) -> dict[str, np.ndarray]:
+        batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9, 10], [12]]
+        loader = DataLoader(data(13), batch_sampler=batches)
+        return predict(tmp_path / name, loader, devices=devices, accelerator="cpu", split_batches=True)
+
+    one, two = split("one", 1), split("two", 2)
+    for name, expected in one.items():
+        np.testing.assert_allclose(two[name], expected, rtol=1e-12)
 
 
 def test_several_loaders_and_a_second_run(tmp_path: Path) -> None:

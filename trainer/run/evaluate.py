@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.checkpoint.snapshot import restore_weights, weights_for
 from lockstep.trainer.metrics.buffers import EvaluatedBuffers
 from lockstep.trainer.metrics.entry import Reduced, nowhere
-from lockstep.trainer.metrics.gathering import gather_items
+from lockstep.trainer.metrics.gathering import gather_items, gather_values
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import publish
@@ -221,7 +222,7 @@ def _evaluate_loader(
     several: bool,
     buffers: EvaluatedBuffers,
 ) -> list[Any]:
-    """Run the step over one loader; return the outputs if they are predictions to keep."""
+    """Run the step over one loader; return [batch, part of it, output] of each if they are predictions to keep."""
     strategy, metrics = run.strategy, run.metrics
     limit = run.evaluation_limits[what.kind][index]
     step = once_a_sample(step_function(what.step, 3 if several else 2), strategy.topology)
@@ -253,8 +254,8 @@ def _evaluate_loader(
                 hook(output, batch, batch_idx, index)
             metrics.in_batch = False
             if keeps and real:
-                kept = on_host(output)
-                outputs.append(kept if shares is None else [batch_idx, micro_batch.share, kept])
+                part = strategy.topology.data_rank if shares is None else micro_batch.share
+                outputs.append([batch_idx, part, on_host(output)])
         if shares is not None:
             shares.leave(*places, batch_idx)
     return outputs
@@ -297,14 +298,17 @@ def on_host(output: Any) -> Any:
 
 def in_dataset_order(run: RunState, outputs: list[Any]) -> list[Any]:
     """On rank 0 the predictions of all ranks, a batch of one data rank an item, in the order of the dataset; nothing on
-    other ranks. Every rank calls it."""
+    other ranks. Empties `outputs`, which are [batch, part of it, prediction]. Every rank calls it."""
     strategy = run.strategy
+    if strategy.topology.world_size > 1 and not strategy.topology.is_reporting_rank:
+        outputs.clear()
+    kept = [output.pop() for output in outputs]
     if strategy.topology.world_size == 1:
-        return [output for *_, output in outputs] if run.shares is not None else outputs
-    outputs = outputs if strategy.topology.is_reporting_rank else []
-    places = strategy.all_gather(torch.tensor(strategy.topology.data_rank)).tolist()
+        return kept
+    # A rank has no prediction of a batch that it has no sample of, so its predictions do not count the batches.
+    places = gather_values(strategy, outputs, "places")
     try:
-        unpacked = gather_items(strategy, outputs, "predictions")
+        unpacked = gather_items(strategy, kept, "predictions")
     except TypeError as error:
         raise TypeError(
             "predict_step on several ranks must return tensors, numbers, strings, or lists, tuples and dicts of them: "
@@ -312,10 +316,8 @@ def in_dataset_order(run: RunState, outputs: list[Any]) -> list[Any]:
         ) from None
     if unpacked is None:
         return []
-    if run.shares is not None:
-        return [output for *_, output in sorted((part for rank in unpacked for part in rank), key=lambda p: p[:2])]
-    ranks = [part for _, part in sorted(zip(places, unpacked, strict=True), key=lambda pair: pair[0]) if part]
-    return [rank[i] for i in range(max(map(len, ranks))) for rank in ranks if i < len(rank)]
+    found = zip(chain.from_iterable(places), chain.from_iterable(unpacked), strict=True)
+    return [prediction for _, prediction in sorted(found, key=lambda pair: pair[0])]
 
 
 def _belongs(key: str, index: int, count: int) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
@@ -92,6 +92,27 @@ def test_predictions_of_every_kind_come_in_dataset_order(devices: int) -> None:
     assert all(isinstance(part["more"][0], tuple) for part in found)
     several = trainer.predict(Ids(), [numbered(3, 2), numbered(4, 3)])
     assert [torch.cat(part).tolist() for part in several] == [[0, 1, 2], [0, 1, 2, 3]]
+
+
+def without_6_and_7(items: list[Any]) -> Any:
+    kept = [item for item in items if int(item[0]) not in (6, 7)]
+    return default_collate(kept) if kept else None
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["batches", "filter", "filter of whole batches"])
+def test_the_order_is_kept_where_a_rank_has_no_sample_of_a_batch(kind: str, devices: int) -> None:
+    """Small batches of a batch sampler that are split, and a collate function that drops a rank's share."""
+    own = [[0, 1, 2], [3], [4, 5], [8, 9, 10, 11], [12]]
+    loaders = {
+        "batches": DataLoader(TensorDataset(torch.arange(13)), batch_sampler=own),
+        "filter": numbered(13, 4, collate_fn=without_6_and_7),
+        "filter of whole batches": numbered(13, 2, collate_fn=without_6_and_7),
+    }
+    trainer = quiet(devices=devices, accelerator="cpu", split_batches=kind != "filter of whole batches")
+    found = torch.cat(trainer.predict(Ids(), loaders[kind])).tolist()
+    assert found == [i for i in range(13) if i not in (6, 7)]
 
 
 def predict_on_this_rank(folder: Path) -> Any:
