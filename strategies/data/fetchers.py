@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate,
 
 from lockstep.strategies.data.batch_rows import guess_batch_size
 from lockstep.strategies.data.permutation import mix
-from lockstep.strategies.data.randomness import Randomness, announce, seed_all
+from lockstep.strategies.data.randomness import Draws, Randomness, announce, drawn_from, seed_all
 from lockstep.strategies.data.source import Share
 from lockstep.strategies.launch.rng import kept_streams
 
@@ -25,12 +25,19 @@ class Samples:
     """Fetches the samples of a key `(epoch, position, indices)`, in the main process or in a worker."""
 
     def __init__(
-        self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int, one_by_one: bool, seeds_each: bool = False
+        self,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any],
+        seed: int,
+        one_by_one: bool,
+        seeds_each: bool = False,
+        draws: Draws | None = None,
     ) -> None:
         """`seeds_each`: what the dataset draws is a function of a sample's place in the order in the main process
-        too."""
+        too. `draws` notes what is drawn for a batch as a whole."""
         self.dataset = dataset
         self._seeds_each = seeds_each
+        self._draws = draws
         self._collate_fn = collate_fn
         self._seed = seed
         self._one_by_one = one_by_one
@@ -72,14 +79,44 @@ class Samples:
     def _seeded(self, epoch: int, position: int, indices: Any) -> Any:
         """A batch in which each sample draws from a stream of its own place, on any rank and in any worker."""
         dataset = self.dataset
-        if self._one_by_one and not self._in_bulk:
+        if self._in_bulk:
+            return _collated(self._collate_fn, self._in_bulk_seeded(epoch, position, indices), self._draws)
+        if self._one_by_one:
             samples = []
             for place, index in enumerate(indices, position):
                 seed_all(mix(self._seed, epoch, place))
                 samples.append(dataset[index])
-            return self._collate_fn(samples)
+            return _collated(self._collate_fn, samples, self._draws)
         seed_all(mix(self._seed, epoch, position))
-        return self._collate_fn(dataset.__getitems__(indices) if self._in_bulk else dataset[indices])
+        return self._collate_fn(dataset[indices])
+
+    def _in_bulk_seeded(self, epoch: int, position: int, indices: Any) -> Any:
+        """What the dataset reads at once; one by one, each from a stream of its own place, if it draws."""
+        seed_all(mix(self._seed, epoch, position))
+        before = drawn_from()
+        samples = self.dataset.__getitems__(indices)
+        if drawn_from() == before:
+            return samples
+        if not isinstance(samples, list):  # a batch that is not ours to join
+            if self._draws is not None:
+                self._draws.note()
+            return samples
+        samples = []
+        for place, index in enumerate(indices, position):
+            seed_all(mix(self._seed, epoch, place))
+            samples += self.dataset.__getitems__([index])
+        return samples
+
+
+def _collated(collate_fn: Callable[[Any], Any], samples: Any, draws: Draws | None) -> Any:
+    """A batch of samples; notes whether random numbers were drawn to make it."""
+    if draws is None:
+        return collate_fn(samples)
+    before = drawn_from()
+    batch = collate_fn(samples)
+    if drawn_from() != before:
+        draws.note()
+    return batch
 
 
 def _stacked(dataset: Any) -> Sequence[torch.Tensor] | None:
@@ -113,8 +150,10 @@ class Items:
         batch_size: int | None,
         collate_fn: Callable[[Any], Any] | None,
         drop_last: bool,
+        draws: Draws | None = None,
     ) -> None:
         self.dataset = dataset
+        self._draws = draws
         self.drop_last = drop_last
         self._share = share
         self._batch_size = batch_size
@@ -130,7 +169,7 @@ class Items:
         """Global micro-batches of the epoch read so far."""
 
     def copy(self) -> Items:
-        return Items(self.dataset, self._share, self._batch_size, self._collate_fn, self.drop_last)
+        return Items(self.dataset, self._share, self._batch_size, self._collate_fn, self.drop_last, self._draws)
 
     def __getitem__(self, key: tuple[int, int, int, int | None, int]) -> list[tuple[Any, int, int]]:
         try:
@@ -168,7 +207,7 @@ class Items:
 
     def _collated(self, mine: list[Any]) -> Any:
         batch = mine if self._batch_size is not None else mine[0]
-        return batch if self._collate_fn is None else self._collate_fn(batch)
+        return batch if self._collate_fn is None else _collated(self._collate_fn, batch, self._draws)
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Begin the next run where `state` was taken: within its epoch, or in one that follows it."""

@@ -51,6 +51,7 @@ class Streamed(Source):
             batch_size,
             None if loader is None else loader.collate_fn,
             loader is not None and loader.drop_last,
+            None if self._workers is None else self._workers.draws,
         )
         self.may_filter = batch_size is not None and loader is not None and loader.collate_fn is not default_collate
         self._runs = count()

@@ -81,6 +81,7 @@ class Indexed(Source):
             share.seed,
             one_by_one=loader.batch_sampler is not None,
             seeds_each=bool(share.virtual),
+            draws=self._workers.draws,
         )
         self.may_filter = self._fetcher.may_filter and not self.counts_own
         self._measure()

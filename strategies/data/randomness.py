@@ -72,6 +72,26 @@ def _set_numpy(generator: Any, gauss: Gauss) -> None:
         np.random.set_state(np.random.get_state(legacy=False) | dict(zip(("has_gauss", "gauss"), gauss, strict=True)))
 
 
+class Draws:
+    """Notes in a worker, for its rank to see, that the user's code has drawn random numbers."""
+
+    def __init__(self) -> None:
+        self._noted = torch.zeros(1, dtype=torch.bool).share_memory_()
+
+    def note(self) -> None:
+        self._noted.fill_(True)
+
+    def __bool__(self) -> bool:
+        return bool(self._noted)
+
+
+def drawn_from() -> tuple[bytes, Any, bytes, int, Gauss]:
+    """The states of torch, random and numpy: equal to those before if nothing was drawn."""
+    numpy = np.random.get_state(legacy=False)
+    key, position = numpy["state"]["key"].tobytes(), numpy["state"]["pos"]
+    return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), key, position, _gauss()
+
+
 def announce(iterated: Any, seed: int, epoch: int) -> None:
     """Tell the epoch to whatever of the user's decides an order, and seed the generators that it draws from."""
     for part in (iterated, getattr(iterated, "batch_sampler", None), getattr(iterated, "sampler", None)):

@@ -48,6 +48,11 @@ class Share:
         """Ranks by which batches and windows are measured."""
         return self.planned or self.size
 
+    @property
+    def cuts_batches(self) -> bool:
+        """Whether a batch of one process is collated in parts, by ranks or micro-batches."""
+        return not self.virtual and bool(self.planned or (self.split and self.size * self.accumulate > 1))
+
     def num_parts(self) -> int:
         """Micro-batches into which a planned window is cut: no rank gets more samples at once than was planned."""
         if self.groups > 1:  # each keeps its samples of each planned micro-batch

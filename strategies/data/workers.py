@@ -5,17 +5,19 @@ from __future__ import annotations
 import atexit
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 import torch.utils.data._utils.worker as torch_worker
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.strategies.data.fetchers import escaped
 from lockstep.strategies.data.permutation import mix
+from lockstep.strategies.data.randomness import Draws
 from lockstep.strategies.data.source import Share
 
 
@@ -43,6 +45,11 @@ class Workers:
                     "samples in every run",
                     stacklevel=5,
                 )
+        streams = isinstance(loader.dataset, IterableDataset) and not getattr(loader.dataset, "shards_itself", False)
+        parts = share.cuts_batches or (streams and share.size > 1 and not share.virtual)
+        self.draws = Draws() if loader.num_workers and parts else None
+        """Whether a batch that is made in parts has drawn random numbers as a whole; None where all is exact."""
+        self._made_by = getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__)
         self._kept: tuple[_Keys, DataLoader[Any]] | None = None
         self._busy = False
 
@@ -52,6 +59,23 @@ class Workers:
 
     def run(self, fetcher: Any, keys: Iterator[Any], epoch: int) -> Iterator[Any]:
         """What `fetcher[key]` gives, key by key. Persistent workers keep the first fetcher they were given."""
+        with closing(self._run(fetcher, keys, epoch)) as batches:
+            for batch in batches:
+                if self.draws:
+                    self._warn_of_draws()
+                yield batch
+
+    def _warn_of_draws(self) -> None:
+        self.draws = None
+        if self._share.rank == 0:
+            warnings.warn(
+                f"collate_fn={self._made_by}, or __getitems__ of its dataset, draws random numbers for what one rank "
+                "holds of a batch, so they repeat only on the same number of ranks and micro-batches; draw them for "
+                "each sample in the dataset, or in the step",
+                stacklevel=2,
+            )
+
+    def _run(self, fetcher: Any, keys: Iterator[Any], epoch: int) -> Generator[Any, None, None]:
         if not self.reads_ahead:
             yield from map(fetcher.__getitem__, keys)
             return

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
+    Subset,
     get_worker_info,
     random_split,
 )
@@ -53,6 +55,43 @@ def test_randomness_in_collate_functions_of_workers_resumes(dataset: Callable[[i
     undisturbed = noisy(make)
     assert len({noise for _, noise in undisturbed}) == 22
     assert noisy(make, start=12) == undisturbed[12:]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dataset", [Numbers, Stream])
+def test_randomness_in_collate_functions_is_named_where_a_batch_is_made_in_parts(dataset: Callable[[int], Any]) -> None:
+    """Of ranks or micro-batches; a rank's own whole batches, and a collate function that draws nothing, are exact."""
+
+    def read(collate_fn: Any = add_noise, size: int = 2, **options: Any) -> list[str]:
+        make = DataLoader(dataset(24), 4, num_workers=1, collate_fn=collate_fn)
+        loader = ShardedLoader(make, rank=0, size=size, seed=3, **options)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            assert sum(1 for epoch in range(2) for _ in loader.windows(epoch)) > 2
+        return [str(warning.message) for warning in seen]
+
+    (warning,) = read(split=True)
+    assert "collate_fn=add_noise" in warning and "draw them for each sample in the dataset" in warning
+    assert len(read(size=1, split=True, accumulate=2)) == 1
+    assert not read(size=1, split=True) and not read(torch.tensor, split=True) and not read(split=True, virtual=(0, 1))
+    assert len(read()) == (dataset is Stream)
+
+
+class BulkNoisy(Noisy):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("subset", [False, True])
+def test_augmentations_of_bulk_reads_depend_on_the_place_in_the_order_alone(subset: bool) -> None:
+    def make(batch_size: int = 4, kind: Any = BulkNoisy) -> Any:
+        dataset = Subset(kind(22), range(22)) if subset else kind(22)
+        return DataLoader(dataset, batch_size, shuffle=True, num_workers=1)
+
+    undisturbed = noisy(make)
+    assert undisturbed == noisy(lambda: make(kind=Noisy)) == noisy(lambda: make(2), size=2)
+    assert noisy(make, start=8) == undisturbed[8:]
 
 
 @pytest.mark.ranks
