@@ -48,12 +48,15 @@ class Samples:
         self._in_bulk = one_by_one and bool(getattr(inner, "__getitems__", None))
         self._is_tensor = type(dataset) is torch.Tensor
         self._tensors = _stacked(dataset) if one_by_one and collate_fn is default_collate else None
+        self._rows_of = dataset.tensors if self._tensors is not None and not self._is_tensor else None
         self.may_filter = self._tensors is None and (self._in_bulk or collate_fn is not default_collate)
         """Whether the user's own function makes batches and so may leave samples out."""
 
     def __getitem__(self, key: tuple[int, int, Any]) -> Any:
         try:
             epoch, position, indices = key
+            if self._rows_of is not None and self.dataset.tensors is not self._rows_of:  # replaced since
+                self._tensors, self._rows_of = _stacked(self.dataset), self.dataset.tensors
             if self._tensors is not None:
                 rows = torch.from_numpy(np.array(indices))
                 try:

@@ -68,6 +68,10 @@ class Streamed(Source):
             self.num_micro_batches = -(-length // unit)
             self.num_samples = None if batch_size is None else length
 
+    def lengths(self, epoch: int | None) -> list[int]:
+        length = None if self.shards_itself else length_of(self._iterable)
+        return [-1 if length is None else length]
+
     def check_planned(self, start: int) -> None:
         share, name = self.share, self._iterable
         if self.shards_itself and start:

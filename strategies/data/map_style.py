@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,14 +9,13 @@ from itertools import chain, islice, product
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lockstep.strategies.data.batch_rows import count_samples, guess_batch_size
 from lockstep.strategies.data.fetchers import Once, Samples, escaped
 from lockstep.strategies.data.permutation import Permutation, mix
 from lockstep.strategies.data.randomness import Randomness, announce
-from lockstep.strategies.data.sampler_state import SamplerState
+from lockstep.strategies.data.sampler_state import SamplerState, hash_of
 from lockstep.strategies.data.source import (
     Piece,
     Share,
@@ -89,17 +86,20 @@ class Indexed(Source):
     def _order(self, sampler: Any, loader: DataLoader[Any], shuffle: bool | None) -> None:
         """Find what decides the order: `_length` and `_shuffled`, or the user's own `_sampler`."""
         self._sampler: Any = None
+        self._counted: Any
+        self._length: int | None
         self._shuffled = bool(shuffle)
         if shuffle is not None:
-            self._length: int | None = len(loader.dataset)  # type: ignore[arg-type]
+            self._counted, self._length = loader.dataset, len(loader.dataset)  # type: ignore[arg-type]
         elif (
             _is(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
         ):
-            self._length, self._shuffled = len(sampler.data_source), True
+            self._counted, self._length, self._shuffled = sampler.data_source, len(sampler.data_source), True
         elif type(sampler) is SequentialSampler:
-            self._length = len(sampler.data_source)
+            self._counted, self._length = sampler.data_source, len(sampler.data_source)
         elif type(sampler) is DistributedSampler:
-            self._length, self._shuffled = len(sampler.dataset), sampler.shuffle  # type: ignore[arg-type]
+            self._counted, self._shuffled = sampler.dataset, sampler.shuffle
+            self._length = length_of(sampler.dataset)
             self._drop_last = self._drop_last or sampler.drop_last
         elif getattr(sampler, "num_replicas", 1) != 1:
             raise ValueError(
@@ -107,7 +107,13 @@ class Indexed(Source):
                 "itself: set num_replicas=1 and rank=0"
             )
         else:
-            self._sampler, self._length = sampler, length_of(sampler)
+            self._sampler, self._counted, self._length = sampler, sampler, length_of(sampler)
+
+    def lengths(self, epoch: int | None) -> list[int]:
+        if self._sampler is not None and epoch is not None:
+            self._announce(epoch)
+        length = length_of(self._counted)
+        return [-1 if length is None else length]
 
     @property
     def reads_ahead(self) -> bool:
@@ -361,9 +367,9 @@ class Indexed(Source):
         """Iterate the user's sampler as every other rank does, leaving the run's random state alone."""
         ahead, hashed = _READ_AHEAD_BATCHES if self._batches else _READ_AHEAD, 0
         apart = Randomness(mix(self.share.seed, epoch))
+        self._state.begin(epoch)
+        self._announce(epoch)
         try:
-            self._state.begin(epoch)
-            announce(self._sampler, self.share.seed, epoch)
             with apart:
                 items = iter(self._sampler)
         except StopIteration as error:
@@ -371,17 +377,16 @@ class Indexed(Source):
         while True:
             with apart:
                 read = list(islice(Once(items), ahead))
-            self.hashed = hashed = _hash_of(read, hashed)
+            self.hashed = hashed = hash_of(read, hashed)
             yield from read
             if len(read) < ahead:
                 return
 
-
-def _hash_of(read: list[Any], before: int) -> int:
-    """A hash of indices and those before them, for other processes to compare; 0 where there are none."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return 0
-    return zlib.crc32(re.sub(r" at 0x\w+", "", repr(read)).encode(), before)  # an address is of one process
+    def _announce(self, epoch: int) -> None:
+        try:
+            announce(self._sampler, self.share.seed, epoch)
+        except StopIteration as error:
+            raise escaped(error, f"beginning epoch {epoch} of {name_of(self._sampler)}") from error
 
 
 def _listed(batch: Any) -> list[Any]:

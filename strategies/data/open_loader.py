@@ -117,6 +117,9 @@ class Combined(Source):
         for source in self._sources.values():
             source.check(0)
 
+    def lengths(self, epoch: int | None) -> list[int]:
+        return [length for source in self._sources.values() for length in source.lengths(epoch)]
+
     def check_planned(self, start: int) -> None:
         share = self.share
         if share.groups > 1 or (share.whole and share.size < share.planned):

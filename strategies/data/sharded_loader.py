@@ -121,6 +121,7 @@ class ShardedLoader:
                 f"{type(loader).__name__} gives a rank only its own samples, so sum_over_ranks is required if size is "
                 f"{size}"
             )
+        self._lengths = self._source.lengths(None)
         if self._source.num_micro_batches == 0:
             raise ValueError(f"the loader is empty: {self._source.describe()}")
 
@@ -241,6 +242,22 @@ class ShardedLoader:
         self.load_state_dict(state)
         if share.planned:
             self._source.check_planned(0)
+
+    def lengths(self, epoch: int) -> list[int]:
+        """The length of each dataset, or of the user's own sampler, at the start of `epoch`; -1 where it is unknown."""
+        return self._source.lengths(epoch)
+
+    def follow(self, lengths: list[int]) -> bool:
+        """Read epochs of the `lengths` that datasets have now; return whether these are others than before. Every rank
+        calls it alike, between epochs or before the first `windows`."""
+        if lengths == self._lengths:
+            return False
+        share, state = self._source.share, self._source.state_dict()
+        self._source, self._lengths = source_of(self.loader, share, self._shuffle), lengths
+        self._source.load_state_dict(state)
+        if share.planned:
+            self._source.check_planned(0)
+        return True
 
     def set_virtual(self, virtual: Sequence[int]) -> None:
         """Read the parts of other virtual ranks from the next `windows` on."""

@@ -106,6 +106,11 @@ class Source(ABC):
     def check(self, start: int) -> None:
         """Raise where an epoch cannot be read from `start`."""
 
+    def lengths(self, epoch: int | None) -> list[int]:
+        """The length that each dataset, sampler or iterable of the user's has now; -1 where it is unknown. A sampler's
+        is that of `epoch`, if given."""
+        return []
+
     def samples_in(self, batch: Any, asked: int) -> int | None:
         """How many of the samples asked for are in `batch`; None where nothing tells.
 

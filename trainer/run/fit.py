@@ -130,6 +130,7 @@ def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, It
             hook()
         if run.accumulate_grad_batches != loop.train_loader.plan["accumulate"]:
             prepare.change_accumulation(run, loop)
+    prepare.follow_dataset(run, loop)
     stop = saving.agree_to_stop(run)
     if loop.val_every is not None and _validation_is_due(run, loop):  # the resumed checkpoint was saved just before it
         _validate(run, module, loop)

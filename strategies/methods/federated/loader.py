@@ -229,6 +229,14 @@ class FederatedLoader(ShardedLoader):
     def resume_windows(self, plan: Mapping[str, Any], start: int = 0, whole: bool = False) -> str | None:
         return None  # a round is the same on any number of ranks
 
+    def follow(self, lengths: list[int]) -> bool:
+        if lengths != self._lengths:
+            raise ValueError(
+                f"Federated deals the samples out to clients at the start of fit, but the dataset has {lengths[0]} "
+                f"samples now and had {self._lengths[0]}; keep its length during a fit"
+            )
+        return False
+
     def set_accumulation(self, accumulate: int) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, but accumulate={accumulate}")

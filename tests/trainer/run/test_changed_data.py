@@ -1,0 +1,106 @@
+"""A dataset that hooks change during a fit: the next epoch is of what it then is, on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+
+from lockstep import Trainer
+from lockstep.callbacks import Callback
+from tests.trainer.toy import Net, data, distance, equal, net, quiet, weights
+
+
+class Own(Dataset[Any]):
+    """What a TensorDataset is, in code of a user's."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(tensor[index] for tensor in self.tensors)
+
+
+class Changes(Callback):
+    """Gives the dataset other samples after epoch 0: `times` as many, times `factor`."""
+
+    def __init__(self, factor: float = 3.0, times: int = 1, only_rank: int | None = None) -> None:
+        self.tensors, self.only_rank = changed(factor, times), only_rank
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 0 and self.only_rank in (None, trainer.global_rank):
+            trainer.train_dataloader.dataset.tensors = self.tensors
+
+
+def changed(factor: float, times: int) -> tuple[Tensor, ...]:
+    x, y = data(22).tensors
+    return torch.cat([x * factor] * times), torch.cat([y] * times)
+
+
+def fit(callback: Any, kind: Any = Own, given: Any = None, path: Any = None, **options: Any) -> tuple[Trainer, Net]:
+    dataset = kind(*(data(22).tensors if given is None else given))
+    loader = DataLoader(dataset, 4, **options.pop("loader", {"shuffle": True}))
+    options = {"max_epochs": 3, "split_batches": True, "precision": "64-true", "accelerator": "cpu"} | options
+    trainer, module = quiet(callbacks=callback, seed=1, **options), net()
+    trainer.fit(module, loader, ckpt_path=path)
+    return trainer, module
+
+
+@pytest.mark.parametrize("loader", [{"shuffle": True}, {}], ids=str)
+def test_replaced_tensors_are_read(loader: Any) -> None:
+    _, own = fit(Changes(), loader=loader)
+    _, tensors = fit(Changes(), TensorDataset, loader=loader)
+    _, unchanged = fit([], TensorDataset, loader=loader)
+    assert equal(weights(tensors), weights(own)) and not equal(weights(tensors), weights(unchanged))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_grows_is_read_at_its_new_length(workers: int, tmp_path: Path) -> None:
+    """22 samples are 6 batches of 4, and 44 are 11."""
+    loader = {"shuffle": True, "num_workers": workers, "persistent_workers": bool(workers)}
+    one, grown = fit(Changes(1.0, 2), loader=loader)
+    assert (one.global_step, one.num_training_batches) == (6 + 11 + 11, 11)
+    two, shared = fit(Changes(1.0, 2), loader=loader, devices=2)
+    assert two.global_step == one.global_step and distance(weights(shared), weights(grown)) < 1e-12
+    began, _ = fit(Changes(1.0, 2), loader=loader, max_epochs=None, max_steps=9)
+    began.save_checkpoint(tmp_path / "mid")
+    _, resumed = fit([], given=changed(1.0, 2), path=tmp_path / "mid", loader=loader)
+    assert equal(weights(resumed), weights(grown))
+
+
+def test_the_length_of_an_own_sampler_is_asked_for_in_each_epoch() -> None:
+    class Grows(RandomSampler):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Any:
+            return iter(range(len(self)))
+
+        def __len__(self) -> int:
+            return 4 * (self.epoch + 1)
+
+    seen = []
+
+    class Notes(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            seen.append((trainer.current_epoch, trainer.num_training_batches))
+
+    fit(Notes(), loader={"sampler": Grows(range(22))})
+    assert seen == [(0, 1), (1, 2), (1, 2), (2, 3), (2, 3), (2, 3)]
+
+
+@pytest.mark.ranks
+def test_lengths_that_differ_by_rank_are_named() -> None:
+    message = "the same length on all ranks, but that of Own is 22 on rank 0 and 44 on rank 1; change it alike"
+    with pytest.raises(ValueError, match=message):
+        fit(Changes(1.0, 2, only_rank=1), devices=2)
