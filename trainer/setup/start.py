@@ -110,16 +110,16 @@ def choose(run: RunState, ckpt_path: str | None, skipped: Container[Any] = ()) -
         if run.log_dir is not None:  # this Trainer continues in its folder
             version = Path(run.log_dir).name
         if searches(ckpt_path):
-            found = _newest(run, base, version, skipped)
+            found, searched = _newest(run, base, version, skipped), _searched(run, base)
             if found is not None:
                 version, checkpoint = found
             if ckpt_path == "last" and checkpoint is None:
                 raise CheckpointError(
-                    f"ckpt_path='last' finds no valid checkpoint below {base.absolute()}; give a path, or 'auto' to "
-                    "start afresh"
+                    f"ckpt_path='last' finds no valid checkpoint below {searched.absolute()}; give a path, or 'auto' "
+                    "to start afresh"
                 )
             if ckpt_path == "auto":
-                nothing = f"no valid checkpoint below {base}, starting afresh"
+                nothing = f"no valid checkpoint below {searched}, starting afresh"
                 _log.info(f"ckpt_path='auto': {f'resuming {checkpoint}' if checkpoint else nothing}")
         elif ckpt_path == "best":
             checkpoint = getattr(run.checkpoint_callback, "best_model_path", None)
@@ -173,6 +173,12 @@ def place_of(run: RunState, logger: Logger) -> tuple[Path, str | int | None]:
 
     publish.guarded(run, logger, read)
     return found
+
+
+def _searched(run: RunState, base: Path) -> Path:
+    """The folder in which the newest checkpoint is looked for."""
+    callback = run.checkpoint_callback
+    return Path(callback.dirpath) if callback is not None and callback.dirpath else base
 
 
 def _newest(

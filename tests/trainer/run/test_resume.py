@@ -281,6 +281,12 @@ def test_checkpoint_of_another_module_is_refused_by_name(tmp_path: Path) -> None
         quiet().fit(Net(width=4), loader(16), ckpt_path=trainer.checkpoint_callback.best_model_path)
 
 
+def test_last_without_a_checkpoint_names_the_folder_that_was_searched(tmp_path: Path) -> None:
+    trainer = quiet(callbacks=[ModelCheckpoint(dirpath=tmp_path / "kept")], enable_checkpointing=True)
+    with pytest.raises(CheckpointError, match=f"'last' finds no valid checkpoint below {tmp_path / 'kept'}; give"):
+        trainer.fit(Net(), loader(16), ckpt_path="last")
+
+
 def test_load_from_checkpoint_rebuilds_the_module(tmp_path: Path) -> None:
     model = Net(width=5)
     trainer = quiet(callbacks=[ModelCheckpoint(dirpath=tmp_path)], enable_checkpointing=True)
