@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -85,6 +85,7 @@ class SPMDStrategy(SPMDStep):
         self._accelerator = "cpu"
         self._ready = False
         self._evaluation: modes.Evaluation | None = None
+        self._trained_by: Collection[Optimizer] = ()
         self._owners: dict[int, Owners] = {}
         """By `id` of an optimizer where its parameters are stepped, if each is on one rank."""
         self._writes_owned = True
@@ -202,7 +203,7 @@ class SPMDStrategy(SPMDStep):
         self._agreement, self._edits = None, UserEdits()
         self._scaler_used = self._looks = self._steps_on_host = False
         self._unscaled.clear()
-        self._non_finite, self._watched, self._copies = None, [], None
+        self._non_finite, self._watched, self._copies, self._trained_by = None, [], None, ()
         self._step_hooks = NO_HOOKS
         if self._changes is not None:
             self._changes.close()
@@ -247,7 +248,7 @@ class SPMDStrategy(SPMDStep):
         self._compare_edits(self.unwrap(wrapped), optimizers)
         if self._compression is not None:
             self._compression.watch(self.unwrap(wrapped), optimizers.values())
-        self._evaluation = None
+        self._evaluation, self._trained_by = None, optimizers.values()
         modes.train(optimizers.values(), partial(self.open_optimizer, wrapped))
         return optimizers
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.strategies.launch.phase import AFTER_BACKWARD, CALLBACKS, END_OF_STEP, OPTIMIZER_STEP, current_phase
 from lockstep.strategies.modules.sharded_errors import INSTEAD
@@ -25,6 +27,8 @@ def install() -> None:
     for op in _DRAWS:
         dispatcher._custom_op_handlers[op] = _draw
     DTensor.numpy = _refuse_numpy  # type: ignore[method-assign, assignment]
+    for name in _writes():
+        setattr(DTensor, name, _checked(getattr(Tensor, name)))
 
     @torch.no_grad()
     def assign(self: DTensor, value: Tensor) -> None:
@@ -110,6 +114,42 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         return op(*args, **kwargs)
     finally:
         handlers[op] = _draw
+
+
+def _writes() -> list[str]:
+    """The methods of a tensor that write to it."""
+    operators = [f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()]
+    others = ("requires_grad_", "detach_", "rename_", "share_memory_")
+    in_place = [name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_") and name not in others]
+    return ["__setitem__", *operators, *in_place]
+
+
+def _checked(write: Any) -> Any:
+    """`write`, a method of a tensor, but for a part of a sharded one that torch has copied, as other ranks hold it."""
+
+    @functools.wraps(write)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        part = self
+        if write is Tensor.__setitem__:
+            keys = args[0] if isinstance(args[0], tuple) else args[:1]
+            if all(key is None or key is ... or isinstance(key, (int, slice)) for key in keys):
+                part = self[args[0]]
+        whole = part._base
+        if whole is not None and hasattr(whole, "_local_tensor") and not _shares(part, whole):
+            what = "an assignment" if write is Tensor.__setitem__ else f"{write.__name__}()"
+            raise RuntimeError(
+                f"{what} was to change a part, of shape {list(part.shape)}, of a tensor of shape {list(whole.shape)} "
+                f"that is sharded over ranks, and would change a copy of it; {INSTEAD}"
+            )
+        return write(self, *args, **kwargs)
+
+    return checked
+
+
+def _shares(part: Any, whole: Any) -> bool:
+    """Whether writing to a part of a DTensor writes to this rank's shard of it."""
+    mine, all_mine = (StorageWeakRef(tensor._local_tensor.untyped_storage()) for tensor in (part, whole))
+    return mine.cdata == all_mine.cdata
 
 
 def _refuse_numpy(self: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -198,7 +198,7 @@ class ShardedStrategy(ShardedOptimizers):
         wrapped.close()  # type: ignore[operator]
         self._is_whole = True
         try:
-            with self._edits.paused(), whole_model(self.unwrap(wrapped), self.name):
+            with self._edits.paused(), whole_model(self.unwrap(wrapped), self.name, self._trained_by):
                 yield
         finally:
             self._is_whole = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
 
 from lockstep.strategies.mesh.dtensors import cut_like, local
+from lockstep.strategies.optimizers.hidden_state import of_shards
 
 
 @contextmanager
-def whole_model(model: nn.Module, strategy: str) -> Iterator[None]:
+def whole_model(model: nn.Module, strategy: str, optimizers: Iterable[Optimizer] = ()) -> Iterator[None]:
     """Replace each parameter that is a DTensor by the whole, with its whole gradient; write both back at the end.
+    `optimizers` hold the shards.
 
     Every rank of the parameters' meshes calls it. Within, calling a module of `model` raises RuntimeError.
     """
@@ -45,7 +48,8 @@ def whole_model(model: nn.Module, strategy: str) -> Iterator[None]:
         module._parameters[name] = gathered[id(sharded)][1]
     replaced = []
     try:
-        yield
+        with of_shards(optimizers, {id(whole) for _, whole in gathered.values()}):
+            yield
     finally:
         handle.remove()
         for held, theirs in hooks:

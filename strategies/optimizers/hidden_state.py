@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -35,3 +37,73 @@ class HiddenState(defaultdict[Tensor, Any]):
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = __bool__ = __eq__ = __or__ = _refuse
     __missing__ = __repr__ = __reduce__ = __copy__ = __deepcopy__ = __reversed__ = __ior__ = _refuse
     get = keys = values = items = pop = popitem = setdefault = update = copy = _refuse
+
+
+@contextmanager
+def shown(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """While it lasts the optimizer has the state that a `HiddenState` stands for."""
+    hidden = optimizer.state
+    if not isinstance(hidden, HiddenState):
+        yield optimizer
+        return
+    optimizer.state = hidden.held
+    try:
+        yield optimizer
+    finally:
+        hidden.held, optimizer.state = optimizer.state, hidden
+
+
+def uncover(optimizers: Iterable[Optimizer]) -> None:
+    """Let optimizers have what each `HiddenState` stands for."""
+    for optimizer in optimizers:
+        if isinstance(optimizer.state, HiddenState):
+            optimizer.state = optimizer.state.held
+
+
+class StateOfShards(defaultdict[Tensor, Any]):
+    """Stands for `optimizer.state` while modules hold whole parameters and the optimizer shards of them: to ask it for
+    one of the former raises RuntimeError."""
+
+    def __init__(self, optimizer: Optimizer, whole: Collection[int]) -> None:
+        super().__init__(dict, optimizer.state)
+        self.held, self._whole, self._of = optimizer.state, whole, type(optimizer).__name__
+
+    def check(self, key: Any) -> None:
+        if id(key) in self._whole:
+            raise RuntimeError(
+                f"within whole() the state of {self._of} was asked for a whole parameter, of which it has that of "
+                "shards; ask outside of the block, where parameters and state are sharded alike, or use strategy='ddp'"
+            )
+
+    def put_back(self, optimizer: Optimizer) -> None:
+        optimizer.state = self.held
+        self.held.clear()
+        self.held.update(self)
+
+
+def _checked(name: str) -> Callable[..., Any]:
+    method = getattr(defaultdict, name)
+
+    def checked(self: StateOfShards, key: Any, *args: Any) -> Any:
+        self.check(key)
+        return method(self, key, *args)
+
+    return checked
+
+
+for _name in ("__getitem__", "__setitem__", "__delitem__", "__contains__", "get", "pop", "setdefault"):
+    setattr(StateOfShards, _name, _checked(_name))
+
+
+@contextmanager
+def of_shards(optimizers: Iterable[Optimizer], whole: Collection[int]) -> Iterator[None]:
+    """While it lasts no optimizer's state is asked for the parameters with the ids `whole`."""
+    guarded = [optimizer for optimizer in optimizers if not isinstance(optimizer.state, HiddenState)]
+    for optimizer in guarded:
+        optimizer.state = StateOfShards(optimizer, whole)
+    try:
+        yield
+    finally:
+        for optimizer in guarded:
+            if isinstance(optimizer.state, StateOfShards):
+                optimizer.state.put_back(optimizer)

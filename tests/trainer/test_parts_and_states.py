@@ -1,0 +1,132 @@
+"""What hooks change in the parts of sharded tensors and in the state of optimizers has the effect of one process, or is
+refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import Module
+from tests.trainer.toy import Net, distance, loader, quiet, weights
+
+pytestmark = pytest.mark.ranks
+SHARDED = ["fsdp", "tensor"]
+
+
+class Edits(Net):
+    """Calls a function of the module in two steps."""
+
+    def __init__(self, edit: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.edit = edit
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.trainer.global_step in (2, 4):
+            with torch.no_grad():
+                self.edit(self)
+
+
+def trained(edit: Callable[[Any], Any], strategy: str, devices: int) -> Module:
+    torch.manual_seed(0)
+    module = Edits(edit)
+    run = quiet(
+        strategy=strategy,
+        devices=devices,
+        split_batches=True,
+        precision="32-true" if "deepspeed" in strategy else "64-true",
+        seed=0,
+    )
+    run.fit(module, loader(48, 8))
+    return module
+
+
+def state_of(module: Any) -> Any:
+    return module.trainer.optimizers[0].state[module.net[0].weight]
+
+
+def row(module: Any) -> None:
+    module.net[0].weight[0].zero_()
+
+
+def rows_of_data(module: Any) -> None:
+    module.net[0].weight.data[2:5].mul_(0.5)
+
+
+def a_row_is_assigned(module: Any) -> None:
+    module.net[0].weight[0] = module.net[0].weight[1]
+
+
+def the_first_elements(module: Any) -> None:
+    module.net[0].weight.view(-1)[:5] += 1
+
+
+def row_of_the_state(module: Any) -> None:
+    state_of(module)["exp_avg"][0].zero_()
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize("edit", [row, rows_of_data, a_row_is_assigned, the_first_elements, row_of_the_state])
+def test_a_part_that_other_ranks_hold_is_not_changed_in_a_copy(edit: Callable[[Any], Any], strategy: str) -> None:
+    with pytest.raises(RuntimeError, match=r"was to change a part, of shape .* that is sharded over ranks, and would"):
+        trained(edit, strategy, 2)
+
+
+def columns(module: Any) -> None:
+    module.net[0].weight[:, 1:3].mul_(0.5)
+    module.net[0].weight.t()[0] += 1
+
+
+def momentum_is_halved(module: Any) -> None:
+    state_of(module)["exp_avg"].mul_(0.5)
+    state_of(module)["exp_avg_sq"][:, 0].mul_(0.5)
+
+
+def the_state_is_dropped(module: Any) -> None:
+    module.trainer.optimizers[0].state.pop(module.net[0].weight)
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize("edit", [columns, momentum_is_halved, the_state_is_dropped])
+def test_what_each_rank_holds_is_changed_as_on_one_process(edit: Callable[[Any], Any], strategy: str) -> None:
+    expected, found = trained(edit, "single", 1), trained(edit, strategy, 2)
+    assert distance(weights(found), weights(expected)) < 1e-11
+    assert distance(weights(expected), weights(trained(lambda module: None, "single", 1))) > 1e-3
+
+
+def dropped_within_whole(module: Any) -> None:
+    with module.trainer.whole(module):
+        module.trainer.optimizers[0].state.pop(module.net[0].weight, None)
+
+
+def asked_within_whole(module: Any) -> None:
+    with module.trainer.whole(module):
+        module.trainer.optimizers[0].state.get(module.net[0].weight)
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize("edit", [dropped_within_whole, asked_within_whole])
+def test_the_state_of_shards_is_not_asked_for_whole_parameters(edit: Callable[[Any], Any], strategy: str) -> None:
+    with pytest.raises(RuntimeError, match="within whole.* the state of AdamW was asked for a whole parameter"):
+        trained(edit, strategy, 2)
+
+
+def halved_by_groups_within_whole(module: Any) -> None:
+    optimizer = module.trainer.optimizers[0]
+    with module.trainer.whole(module):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            optimizer.state[parameter]["exp_avg"].mul_(0.5)
+
+
+def test_the_state_of_what_an_optimizer_holds_is_there_within_whole() -> None:
+    edit = halved_by_groups_within_whole
+    assert distance(weights(trained(edit, "fsdp", 2)), weights(trained(edit, "single", 1))) < 1e-11
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("edit", [the_state_is_dropped, asked_within_whole])
+def test_the_state_that_deepspeed_keeps_in_flat_parts_is_refused(edit: Callable[[Any], Any], stage: int) -> None:
+    with pytest.raises(RuntimeError, match="DeepSpeed's engine keeps the state of AdamW in flat parts"):
+        trained(edit, f"deepspeed_stage_{stage}", 2)
