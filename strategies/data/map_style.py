@@ -172,7 +172,8 @@ class Indexed(Source):
 
         for batch in self._workers.run(self._fetcher, keys(), epoch):
             num_samples, all_samples, closes, hashed = counts.popleft()
-            self.note_order(hashed)
+            if hashed:
+                self.note_order(hashed)
             if self.counts_own:
                 num_samples = all_samples = guess_batch_size(batch) if num_samples else 0
             yield batch, num_samples, all_samples, closes

@@ -22,7 +22,6 @@ from lockstep.strategies.checkpoint_state import (
     unpack,
 )
 from lockstep.strategies.deepspeed.zero_step import ZeroStep
-from lockstep.strategies.optimizers.hidden_state import shown
 from lockstep.strategies.optimizers.saved_groups import HOW, check_optimizers
 
 
@@ -72,8 +71,7 @@ def load(wrapped: ZeroStep, optimizers: dict[str, Optimizer], state: Reader) -> 
             check_optimizers(optimizers, state)
             for group, saved in zip(optimizer.param_groups, saved_groups(state, key, wrapped.groups), strict=True):
                 group.update({name: value for name, value in saved.items() if name not in ("params", *HOW)})
-            with shown(optimizer):
-                _load_optimizer(wrapped, optimizer, key, state)
+            _load_optimizer(wrapped, optimizer, key, state)
         partitions.refresh()
 
 
@@ -93,10 +91,8 @@ def _save_optimizer(
 ) -> dict[str, Any]:
     """Split the flat tensors of the optimizer into those of parameters; returns the JSON part."""
     entries: dict[str, Any] = {}
-    with shown(optimizer):
-        held = {name: optimizer.state.get(wrapped.partitions.flat(p), {}) for name, p in wrapped.named_trained()}
     for name, parameter in wrapped.named_trained():
-        for k, v in held[name].items():
+        for k, v in optimizer.state.get(wrapped.partitions.flat(parameter), {}).items():
             full = f"optimizer/{key}/{name}/{k}"
             if isinstance(v, Tensor) and v.dim():
                 _contribute(state, full, wrapped.partitions.whole(parameter, v), topology)

@@ -8,7 +8,7 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,16 @@ from lockstep.strategies.deepspeed.zero_step import ZeroStep, no_trace
 from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import refuse_sparse, shortened
-from lockstep.strategies.optimizers.hidden_state import HiddenState, shown, uncover
+from lockstep.strategies.optimizers.hidden_state import StateOfShards
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import SharedBuffers
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
 from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value
 
-_SPREAD = "DeepSpeed's engine keeps the state of {} in flat parts, and each rank has only its own"
+_FLAT = (
+    "the state of {} was asked for a parameter of the model, but DeepSpeed's engine keeps it in flat parts, of which "
+    "each rank has its own; read it from a checkpoint (trainer.save_checkpoint), or use strategy='ddp' or 'fsdp'"
+)
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -124,7 +127,6 @@ class DeepSpeed(SPMDStrategy):
 
     def teardown(self) -> None:
         if self._detach is not None:
-            uncover(self._trained_by)
             self._detach()
         self._detach = None
         if self._order is not None:
@@ -142,7 +144,6 @@ class DeepSpeed(SPMDStrategy):
     def teardown_module(self, wrapped: nn.Module) -> None:
         if isinstance(wrapped, ZeroStep) and wrapped.engine is not None:
             keeps = self.topology.rank == 0 or not environment.started_by_lockstep()  # the others end with the run
-            uncover(self._trained_by)  # the engine looks through the state as it ends
             wrapped.release(keeps)
         super().teardown_module(wrapped)
 
@@ -168,8 +169,7 @@ class DeepSpeed(SPMDStrategy):
         self._watch_changes(wrapped)
         device_index = self.topology.local_rank if self.topology.device.index is None else self.topology.device.index
         wrapped.attach(optimizer, config, trained, self.topology.device, device_index)
-        optimizer.state = HiddenState(optimizer, _SPREAD)
-        self._trained_by = (optimizer,)
+        optimizer.state = StateOfShards(optimizer, {*map(id, wrapped.model.parameters())}, _FLAT)
         if wrapped.stage > 1:
             self._order = wrapped.call_order = CallOrder(
                 self.timeout_s,
@@ -257,14 +257,11 @@ class DeepSpeed(SPMDStrategy):
         self._adopt_weights(wrapped)
         self._steps = True
         try:
-            with wrapped.access.of_engine(), self.open_optimizer(wrapped, optimizer):
+            with wrapped.access.of_engine():
                 wrapped.engine.step()
         finally:
             self._steps = wrapped.has_gradients = False
         return wrapped.engine.was_step_applied()
-
-    def open_optimizer(self, wrapped: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Optimizer]:
-        return shown(optimizer)
 
     def _adopt_weights(self, wrapped: ZeroStep) -> None:
         """Let the optimizer step what hooks have changed. Raises RuntimeError if ranks have changed other weights."""

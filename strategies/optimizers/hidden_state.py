@@ -39,41 +39,20 @@ class HiddenState(defaultdict[Tensor, Any]):
     get = keys = values = items = pop = popitem = setdefault = update = copy = _refuse
 
 
-@contextmanager
-def shown(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """While it lasts the optimizer has the state that a `HiddenState` stands for."""
-    hidden = optimizer.state
-    if not isinstance(hidden, HiddenState):
-        yield optimizer
-        return
-    optimizer.state = hidden.held
-    try:
-        yield optimizer
-    finally:
-        hidden.held, optimizer.state = optimizer.state, hidden
-
-
-def uncover(optimizers: Iterable[Optimizer]) -> None:
-    """Let optimizers have what each `HiddenState` stands for."""
-    for optimizer in optimizers:
-        if isinstance(optimizer.state, HiddenState):
-            optimizer.state = optimizer.state.held
-
-
 class StateOfShards(defaultdict[Tensor, Any]):
-    """Stands for `optimizer.state` while modules hold whole parameters and the optimizer shards of them: to ask it for
-    one of the former raises RuntimeError."""
+    """Stands for `optimizer.state` while modules hold other parameters than the optimizer, which has parts of them: to
+    ask it for one of the former, of which `others` are the ids, raises RuntimeError.
 
-    def __init__(self, optimizer: Optimizer, whole: Collection[int]) -> None:
+    `why`: the sentence, with {} for the optimizer's class.
+    """
+
+    def __init__(self, optimizer: Optimizer, others: Collection[int], why: str) -> None:
         super().__init__(dict, optimizer.state)
-        self.held, self._whole, self._of = optimizer.state, whole, type(optimizer).__name__
+        self.held, self._others, self._why = optimizer.state, others, why.format(type(optimizer).__name__)
 
     def check(self, key: Any) -> None:
-        if id(key) in self._whole:
-            raise RuntimeError(
-                f"within whole() the state of {self._of} was asked for a whole parameter, of which it has that of "
-                "shards; ask outside of the block, where parameters and state are sharded alike, or use strategy='ddp'"
-            )
+        if id(key) in self._others:
+            raise RuntimeError(self._why)
 
     def put_back(self, optimizer: Optimizer) -> None:
         optimizer.state = self.held
@@ -95,12 +74,18 @@ for _name in ("__getitem__", "__setitem__", "__delitem__", "__contains__", "get"
     setattr(StateOfShards, _name, _checked(_name))
 
 
+_WITHIN_WHOLE = (
+    "within whole() the state of {} was asked for a whole parameter, of which it has that of shards; ask outside of "
+    "the block, where parameters and state are sharded alike, or use strategy='ddp'"
+)
+
+
 @contextmanager
 def of_shards(optimizers: Iterable[Optimizer], whole: Collection[int]) -> Iterator[None]:
     """While it lasts no optimizer's state is asked for the parameters with the ids `whole`."""
     guarded = [optimizer for optimizer in optimizers if not isinstance(optimizer.state, HiddenState)]
     for optimizer in guarded:
-        optimizer.state = StateOfShards(optimizer, whole)
+        optimizer.state = StateOfShards(optimizer, whole, _WITHIN_WHOLE)
     try:
         yield
     finally:

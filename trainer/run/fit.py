@@ -91,7 +91,7 @@ def step_hooks_of(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
     prepare, can = partial(_prepared, run, loop), run.strategy.capabilities
     meets = can.synchronous and (run.world_size > 1 or not can.runs_step_once)
     hooks = StepHooks(
-        vote=partial(vote, run, meets),
+        vote=partial(vote, run, meets, run.world_size > 1),
         log_scope=run.metrics.part,
         before_backward=loop.before_backward,
         after_backward=loop.after_backward,
@@ -243,14 +243,15 @@ def _learned(run: RunState, loop: FitLoop) -> bool:
     return bool(run.strategy.all_reduce(torch.tensor(int(loop.learned)), "max"))
 
 
-def vote(run: RunState, meets: bool) -> StepVote:
-    """This rank's vote in a step; with `meets` ranks are to step alike."""
+def vote(run: RunState, meets: bool, several: bool) -> StepVote:
+    """This rank's vote in a step; with `meets` ranks are to step alike, with `several` there are other ranks."""
     metrics = run.metrics
     stop = run.signals.number or int(run.should_stop)
     if run.saving is not None and run.saving.failure is not None:
         stop = saving.SAVE_FAILED
     rates = _hash_of_rates(run.optimizers.values()) if meets else 0
-    return StepVote(stop, metrics.keys_hash, metrics.names, rates, run.train_dataloader.order)
+    cast = StepVote(stop, metrics.keys_hash, metrics.names, rates)
+    return cast._replace(order=run.train_dataloader.order) if several else cast
 
 
 def _hash_of_rates(optimizers: Iterable[Optimizer]) -> int:

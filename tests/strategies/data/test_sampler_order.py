@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler, default_collate
 
 from lockstep.strategies import DDP, LocalSGD
-from lockstep.strategies.data.map_style import _hash_of
+from lockstep.strategies.data.sampler_state import hash_of
 from tests.trainer.toy import Net, data, distance, net, quiet, weights
 
 pytestmark = pytest.mark.ranks
@@ -110,7 +110,7 @@ def test_equal_orders_are_those_of_one_process(num_workers: int) -> None:
 
 
 def test_what_of_an_index_is_compared(run_ranks: Any) -> None:
-    assert _hash_of([1, 2], 0) == 0, "on one process"
+    assert hash_of([1, 2], 0) == 0, "on one process"
     assert run_ranks(hashes_on_a_rank, 2) == [True, True, True]
 
 
@@ -118,7 +118,7 @@ def hashes_on_a_rank() -> Any:
     strategy = DDP()
     strategy.configure(devices=2, accelerator="cpu")
     strategy.setup()
-    one, other = _hash_of([[1, 2], [object()]], 0), _hash_of([[1, 2], [object()]], 0)
-    found = one == other, one != _hash_of([[2, 1], [object()]], 0), _hash_of([3], one) != _hash_of([3], one + 1)
+    one, other = hash_of([[1, 2], [object()]], 0), hash_of([[1, 2], [object()]], 0)
+    found = one == other, one != hash_of([[2, 1], [object()]], 0), hash_of([3], one) != hash_of([3], one + 1)
     strategy.teardown()
     return list(found)
