@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import NO_HOOKS, Loss, StepFn, StepHooks
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.deepspeed.access import Access, refuse_copy
+from lockstep.strategies.deepspeed.additions import Additions
 from lockstep.strategies.deepspeed.partitions import Partitions, group_of
 from lockstep.strategies.losses import StandIn, counting_nothing, split_loss
 from lockstep.strategies.modules.model_changes import own_backward
@@ -78,7 +79,7 @@ class ZeroStep(nn.Module):
     ) -> None:
         """Build the engine. Every rank calls it."""
         self.local_rank = local_rank
-        self.before = [(owner, set(vars(owner))) for owner in (*self.model.modules(), *self.model.parameters())]
+        self.additions = Additions(self.model)
         self.linear = F.linear  # replaced by ZeRO-3
         self.trained, self.num_modules = trained, len([*self.model.modules()])
         self.hooks: list[Any] = [  # before the engine's own
@@ -93,6 +94,7 @@ class ZeroStep(nn.Module):
             self.hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(begin)]
         engine = _initialize(self, optimizer, config, device, local_rank)
         self.__dict__["engine"] = engine  # not a child: the engine holds this module
+        self.additions.seal()
         if engine.optimizer.optimizer is not optimizer:
             raise ValueError(
                 f"DeepSpeed replaces {type(optimizer).__name__} by an optimizer of its own, which schedulers do not "
@@ -140,11 +142,7 @@ class ZeroStep(nn.Module):
         self.engine.destroy()
         del self.__dict__["engine"]
         F.linear = self.linear
-        for owner, names in self.before:
-            for name in set(vars(owner)) - names:
-                del vars(owner)[name]
-            if isinstance(owner, nn.Module):
-                vars(owner)["_parameters"] = dict(owner._parameters.items())  # the engine's [] may gather
+        self.additions.remove()
 
     # ---- a window --------------------------------------------------------------------------------
 

@@ -281,3 +281,25 @@ def test_names() -> None:
     for name, stage in (("deepspeed", 2), ("deepspeed_stage_1", 1), ("deepspeed_stage_2", 2), ("deepspeed_stage_3", 3)):
         strategy, _ = strategies.build(name, devices=1, accelerator="cpu")
         assert isinstance(strategy, DeepSpeed) and strategy._config["zero_optimization"]["stage"] == stage
+
+
+class Marked(Net):
+    """Gives itself attributes in hooks that run once the engine is built."""
+
+    def on_fit_start(self) -> None:
+        self.began = 1
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.last = torch.tensor([batch_idx])
+
+    def on_fit_end(self) -> None:
+        self.ended = [True]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_attributes_that_hooks_create_are_the_callers_and_the_engines_are_not(stage: int) -> None:
+    module = Marked()
+    before = {*vars(module), "_trainer"}
+    quiet(strategy=DeepSpeed(stage=stage, config=CUT_ALL), accelerator="cpu", devices=2).fit(module, loader(32))
+    assert {name for name in vars(module) if name not in before} == {"began", "last", "ended"}
+    assert (module.began, module.last.tolist(), module.ended) == (1, [1], [True])

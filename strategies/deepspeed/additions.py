@@ -1,0 +1,33 @@
+"""What DeepSpeed's engine puts on a model, to take it off again."""
+
+from __future__ import annotations
+
+from torch import nn
+
+_LATER = frozenset(
+    ("_external_params", "applied_pre_backward_ref_cnt", "ds_grads_remaining", "post_bwd_fn", "pre_bwd_fn")
+)
+"""Attributes that the engine gives modules once they run."""
+
+
+class Additions:
+    """Attributes that the engine gives modules and parameters; those that user code gives modules stay."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Before the engine is built."""
+        self._modules = {module: set(vars(module)) for module in model.modules()}
+        self._parameters = [(parameter, set(vars(parameter))) for parameter in model.parameters()]
+        self._added: dict[nn.Module, set[str]] = {}
+
+    def seal(self) -> None:
+        """The engine is built: what modules get from now on is the user's, but for what it gives them as they run."""
+        self._added = {module: (set(vars(module)) | _LATER) - names for module, names in self._modules.items()}
+
+    def remove(self) -> None:
+        for module, names in self._added.items():
+            for name in names & set(vars(module)):
+                del vars(module)[name]
+            vars(module)["_parameters"] = dict(module._parameters.items())  # the engine's [] may gather
+        for parameter, before in self._parameters:
+            for name in set(vars(parameter)) - before:
+                del vars(parameter)[name]
