@@ -207,3 +207,30 @@ class Gathers(Net):
 @pytest.mark.parametrize("strategy", ["pipeline", pytest.param("ddp=2,tensor=2", marks=pytest.mark.slow)])
 def test_the_rank_that_reports_stands_for_those_that_share_its_samples(strategy: str) -> None:
     quiet(strategy=strategy, devices=RANKS[strategy], accelerator="cpu").fit(Gathers(), loader(16, 4))
+
+
+class GathersDifferent(Net):
+    """Gathers what `made` says for each rank."""
+
+    def __init__(self, *made: Any) -> None:
+        super().__init__()
+        self.made = made
+
+    def on_train_epoch_end(self) -> None:
+        self.all_gather(self.made[self.global_rank])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ((torch.ones(3), torch.ones(2)), r"float32\[3\] on rank 0 and float32\[2\] on rank 1"),
+        ((torch.ones(2, 3), torch.ones(3, 2)), r"float32\[2, 3\] on rank 0 and float32\[3, 2\] on rank 1"),
+        ((1, 1.0), r"int64\[\] on rank 0 and float32\[\] on rank 1"),
+        (({"a": [1, 2]}, {"a": [1]}), r"\{a: \(int64\[\], int64\[\]\)\} on rank 0 and \{a: \(int64\[\]\)\} on rank 1"),
+    ],
+    ids=["length", "shape", "dtype", "number"],
+)
+def test_what_differs_in_shape_is_refused_by_rank(made: Any, said: str) -> None:
+    with pytest.raises(RuntimeError, match=f"must be equal on all ranks, and was given {said}; pad them"):
+        quiet(strategy="ddp", devices=2, accelerator="cpu").fit(GathersDifferent(*made), loader(16, 4))
