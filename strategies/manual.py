@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.hooks import SPMDHooks
 from lockstep.strategies.modules import finite
-from lockstep.strategies.modules.model_changes import ModelChanges, late_hooks, shortened
+from lockstep.strategies.modules.model_changes import ModelChanges, late_hooks, replaced
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
 from lockstep.strategies.modules.user_edits import UserEdits
 from lockstep.strategies.precision import Precision
@@ -49,6 +49,8 @@ class UserChanges(SPMDHooks):
         if self.meets_to_retrain and self._agreement is not None and self.capabilities.exact:
             self._changes.begin_step = functools.partial(self._begin_step, wrapped)
         self._changes.in_step = getattr(wrapped, "unsharded_by_name", tuple)
+        if getattr(wrapped, "puts_back", False):
+            self._changes.hold_places()
         self.adopt_changes(wrapped)
 
     def adopt_changes(self, wrapped: nn.Module, after: bool = True) -> None:
@@ -78,10 +80,7 @@ class UserChanges(SPMDHooks):
     def _refuse_added(self, names: list[str]) -> None:
         """Raise RuntimeError for parameters that came during the run and would not be trained as on one process."""
         if names and not self.sees_whole_gradients:
-            raise RuntimeError(
-                f"parameters were added or replaced during the run ({shortened(names)}), which {self.name} cannot "
-                "take over; create them in __init__, setup or configure_model, or copy values into the existing ones"
-            )
+            raise replaced(names, self.name)
 
 
 class ManualOptimization(UserChanges):

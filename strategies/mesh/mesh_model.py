@@ -105,6 +105,11 @@ class MeshModel(nn.Module):
         parameters = [[fsdp_param.sharded_param for fsdp_param in group.fsdp_params] for group in groups]
         return any(len({p.dtype for p in group if p.requires_grad}) > 1 for group in parameters)
 
+    @property
+    def puts_back(self) -> bool:
+        """Whether whole parameters, and then shards, are put to where the model had parameters when it was wrapped."""
+        return bool(self.units)
+
     def unsharded_by_name(self) -> Iterator[tuple[str, Tensor]]:
         """The whole parameters that user code finds in a step, as far as they were gathered, by name."""
         for name, parameter in self._held():

@@ -42,6 +42,8 @@ class ModelChanges:
         """Whether hooks run that come after that, before the last micro-batch's forward."""
         self.pending = False
         """Whether a parameter or module was registered in the model since the last call of `added`."""
+        self._homes: dict[tuple[nn.Module, str], str] = {}
+        self._moved: dict[tuple[nn.Module, str], str] = {}
         self._hooks = [
             register_module_parameter_registration_hook(self._note),
             register_module_module_registration_hook(self._note),
@@ -58,7 +60,15 @@ class ModelChanges:
             return []
         self.pending = False
         known = set(map(id, self.parameters.values()))
-        return [name for name, p in self.model.named_parameters() if id(p) not in known]
+        names = [name for name, p in self.model.named_parameters() if id(p) not in known]
+        return [*dict.fromkeys(names + self._displaced())] if self._homes else names
+
+    def hold_places(self) -> None:
+        """From here on `added` gives the names of parameters too that user code ties, moves or takes out of the model:
+        for an engine that puts each of them back to where it found it."""
+        names = {id(p): name for name, p in self.parameters.items()}
+        self._homes = {place: names.get(id(p), name) for place, (name, p) in self._found().items()}
+        _ = [*self.in_step()]  # an engine learns the names of what it holds while it is in the model
 
     def trainability(self) -> list[str]:
         """The names of parameters whose `requires_grad` differs from the last call."""
@@ -87,8 +97,32 @@ class ModelChanges:
         return [(name, p) for name, place, key in self._places if (p := place.get(key)) is not None]
 
     def _note(self, module: nn.Module, name: str, value: object) -> None:
-        if id(module) in self._modules:
-            self.pending, self._places = True, None
+        if id(module) not in self._modules:
+            return
+        self.pending, self._places = True, None
+        if (module, name) in self._homes:
+            own = self._homes[module, name]
+            same = value is module._parameters.get(name)
+            if same or any(value is p for known, p in self.hookable() if known == own):
+                self._moved.pop((module, name), None)
+            else:  # within a step the engine may have undone it before `added` looks
+                self._moved[module, name] = own
+
+    def _found(self) -> dict[tuple[nn.Module, str], tuple[str, nn.Parameter]]:
+        """Where the model has parameters now: modules and keys, with names that tied ones do not share."""
+        return {
+            (module, key): (f"{name}.{key}" if name else key, p)
+            for name, module in self.model.named_modules()
+            for key, p in module._parameters.items()
+            if p is not None
+        }
+
+    def _displaced(self) -> list[str]:
+        """The names of parameters in whose place others were put, that are gone, or that are in a place besides."""
+        found = self._found()
+        new = [name for place, (name, _) in found.items() if place not in self._homes]
+        gone = [name for place, name in self._homes.items() if place not in found]
+        return [*self._moved.values(), *new, *gone]
 
 
 def prepared(window: Window, hooks: StepHooks, changes: ModelChanges | None) -> Iterator[MicroBatch]:
@@ -192,6 +226,14 @@ def partial_gradient(why: str) -> RuntimeError:
         "on_after_backward is overridden, but before the last backward of a step it would see the gradient of some "
         f"samples only, because {why}; override on_before_optimizer_step, or train without accumulation and with one "
         "loss for all optimizers"
+    )
+
+
+def replaced(names: Sequence[str], strategy: str) -> RuntimeError:
+    """The error for parameters that user code put into a model, moved in it or took out of it during a run."""
+    return RuntimeError(
+        f"parameters were added or replaced during the run ({shortened(names)}), which {strategy} cannot take over; "
+        "create them in __init__, setup or configure_model, or copy values into the existing ones"
     )
 
 

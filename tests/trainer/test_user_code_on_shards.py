@@ -719,3 +719,80 @@ class TracksMetric(OfAnyPrecision):
 def test_a_copy_of_a_metric_of_shares_is_refused() -> None:
     with pytest.raises(RuntimeError, match="MeanMetric was copied during a run in which a rank stands for several"):
         fitted(TracksMetric(), "ddp", 1, virtual_ranks=2)
+
+
+class Square(Base):
+    """Two layers of one shape, which may be tied or swapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def tie(self) -> None:
+        self.net[2].weight = self.net[0].weight
+
+
+class TiesInFitStart(Square):
+    def on_fit_start(self) -> None:
+        self.tie()
+
+
+class TiesInTrainStart(Square):
+    def on_train_start(self) -> None:
+        self.tie()
+
+
+class TiesInTheStep(Square):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.tie()
+        return super().training_step(batch, batch_idx)
+
+
+class TakesALayerOut(Square):
+    def on_train_start(self) -> None:
+        self.net[2] = nn.Identity()
+
+
+class AddsATiedLayer(Square):
+    def on_train_start(self) -> None:
+        self.more = nn.Linear(8, 8, bias=False)
+        self.more.weight = self.net[0].weight
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "names"),
+    [
+        (TiesInFitStart, "fsdp", "net.2.weight"),
+        (TiesInTrainStart, "fsdp", "net.2.weight"),
+        (TiesInTrainStart, "ddp=2,fsdp=2", "net.2.weight"),
+        (TiesInTheStep, "fsdp", "net.2.weight"),
+        (TakesALayerOut, "fsdp", "net.2.weight, net.2.bias"),
+        (AddsATiedLayer, "fsdp", "more.weight"),
+    ],
+)
+def test_parameters_that_a_run_ties_or_takes_out_are_refused(
+    make: Callable[[], Module], strategy: str, names: str
+) -> None:
+    with pytest.raises(
+        RuntimeError, match=rf"added or replaced during the run \({names}\), which \w+ cannot take over"
+    ):
+        fitted(make(), strategy, 4 if "=" in strategy else 2)
+
+
+class Swaps(Square):
+    def on_train_start(self) -> None:
+        self.net[0], self.net[2] = self.net[2], self.net[0]
+
+
+class TiesForAMoment(Square):
+    def on_train_start(self) -> None:
+        own = self.net[2].weight
+        self.tie()
+        self.net[2].weight = own
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"), [(Swaps, "fsdp"), (TiesForAMoment, "fsdp"), (TiesInTrainStart, "tensor")]
+)
+def test_layers_that_a_run_swaps_or_ties_are_as_on_one_process(make: Callable[[], Module], strategy: str) -> None:
+    assert_as_on_one_process(make, strategy, 2)
