@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lockstep.strategies.mesh import mixed_tensors
@@ -18,6 +19,7 @@ from lockstep.strategies.mesh.tensor_plan.styles import SequenceSharding
 from lockstep.strategies.mesh.unsharded_writes import UnshardedWrites, is_freed, param_groups
 from lockstep.strategies.modules.forwards import within_compiled
 from lockstep.strategies.modules.meta import materialize as materialize
+from lockstep.strategies.modules.model_changes import replaced
 from lockstep.strategies.sync.call_order import END_FORWARD, CallOrder
 from lockstep.strategies.sync.collectives import local
 
@@ -115,6 +117,16 @@ class MeshModel(nn.Module):
         for name, parameter in self._held():
             if hasattr(parameter, "_unsharded_param") and not is_freed(parameter._unsharded_param):
                 yield name, parameter.unsharded_param
+
+    def _reset(self, parameter: Any) -> None:
+        """Raise RuntimeError if a whole parameter was put in the place of a shard, as by `load_state_dict(…,
+        assign=True)`."""
+        module, key = parameter._module_info.module, parameter._module_info.param_name
+        if not isinstance(getattr(module, key), DTensor):
+            names = {found: name for name, found in self.model.named_modules()}
+            name = f"{names[module]}.{key}" if names.get(module) else key
+            raise replaced([name], "the strategy" if self.order is None else self.order.engine)
+        type(parameter).reset_sharded_param(parameter)
 
     def _held(self) -> list[tuple[str, Any]]:
         if not self._in_units:
@@ -296,6 +308,10 @@ class MeshModel(nn.Module):
                 # Between what torch does before and after the forward: gathers and frees.
                 unit.register_forward_pre_hook(lambda module, args: self.writes.look(module))
                 unit.register_forward_hook(lambda module, args, output: self.writes.write_back(module), prepend=True)
+        for unit in self.units:
+            for group in param_groups(unit):
+                for parameter in group.fsdp_params:  # torch calls it once values were loaded or converted
+                    parameter.reset_sharded_param = functools.partial(self._reset, parameter)
         if self.units:
             for group in param_groups(self):
                 self.writes.follow(group, lambda: self.manual)

@@ -42,7 +42,7 @@ class CallOrder:
     ) -> None:
         self._ranks, self._rank = dist.get_process_group_ranks(group), dist.get_rank()
         self._exchange = open_exchange(dist.get_rank(group), len(self._ranks), 4, timeout_s, group)
-        self._name, self._engine, self._instead = name, engine, instead
+        self._name, self.engine, self._instead = name, engine, instead
         self._hash = 0
 
     def note(self, kind: int, index: int = -1, size: int = 0) -> None:
@@ -81,7 +81,7 @@ class CallOrder:
 
     def _error(self, what: str) -> RuntimeError:
         return RuntimeError(
-            f"the ranks use different layers, or use them in different orders, in a step{what}; {self._engine} "
+            f"the ranks use different layers, or use them in different orders, in a step{what}; {self.engine} "
             "exchanges them in the order of their use: use the same layers in the same order on every rank (those "
             f"without samples on a batch of none), or {self._instead}"
         )

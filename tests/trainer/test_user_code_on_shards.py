@@ -796,3 +796,20 @@ class TiesForAMoment(Square):
 )
 def test_layers_that_a_run_swaps_or_ties_are_as_on_one_process(make: Callable[[], Module], strategy: str) -> None:
     assert_as_on_one_process(make, strategy, 2)
+
+
+class AssignsInFitStart(Square):
+    def on_fit_start(self) -> None:
+        self.load_state_dict(Square().to(self.dtype).state_dict(), assign=True)
+
+
+class AssignsInTrainStart(Square):
+    def on_train_start(self) -> None:
+        self.load_state_dict(Square().to(self.dtype).state_dict(), assign=True)
+
+
+@pytest.mark.parametrize("make", [AssignsInFitStart, AssignsInTrainStart])
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp=2,fsdp=2", "tensor"])
+def test_a_state_that_a_run_assigns_is_refused(make: Callable[[], Module], strategy: str) -> None:
+    with pytest.raises(RuntimeError, match=r"added or replaced during the run \(net.0.weight.*cannot take over"):
+        fitted(make(), strategy, 4 if "=" in strategy else 2)
