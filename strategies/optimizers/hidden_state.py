@@ -84,8 +84,10 @@ _WITHIN_WHOLE = (
 def of_shards(optimizers: Iterable[Optimizer], whole: Collection[int]) -> Iterator[None]:
     """While it lasts no optimizer's state is asked for the parameters with the ids `whole`."""
     guarded = [optimizer for optimizer in optimizers if not isinstance(optimizer.state, HiddenState)]
+    states: dict[int, StateOfShards] = {}  # by `id` of a state, which an optimizer may share with one that it wraps
     for optimizer in guarded:
-        optimizer.state = StateOfShards(optimizer, whole, _WITHIN_WHOLE)
+        held = id(optimizer.state)
+        optimizer.state = states.setdefault(held, StateOfShards(optimizer, whole, _WITHIN_WHOLE))
     try:
         yield
     finally:

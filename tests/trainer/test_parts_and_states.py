@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lockstep import Module
+from lockstep.strategies.optimizers.hidden_state import of_shards
 from tests.trainer.toy import Net, distance, loader, quiet, weights
 
 pytestmark = pytest.mark.ranks
@@ -123,6 +124,16 @@ def halved_by_groups_within_whole(module: Any) -> None:
 def test_the_state_of_what_an_optimizer_holds_is_there_within_whole() -> None:
     edit = halved_by_groups_within_whole
     assert distance(weights(trained(edit, "fsdp", 2)), weights(trained(edit, "single", 1))) < 1e-11
+
+
+def test_optimizers_that_share_a_state_share_it_within_whole_too() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    inner, outer = (torch.optim.SGD([parameter]) for _ in range(2))
+    state = outer.state = inner.state
+    with of_shards([inner, outer], ()):
+        inner.state[parameter]["seen"] = 1
+        assert outer.state[parameter]["seen"] == 1
+    assert inner.state is outer.state is state and state[parameter] == {"seen": 1}
 
 
 @pytest.mark.parametrize("stage", [2, 3])
