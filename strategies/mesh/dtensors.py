@@ -52,9 +52,7 @@ def take(reader: Reader, name: str, like: Tensor | None) -> Tensor:
     read = (
         reader.read(name, tuple(offsets), tuple(shape)) if mine.numel() else torch.empty(tuple(shape), dtype=mine.dtype)
     )
-    return DTensor.from_local(
-        read.to(mine.device), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return _of_shard(read.to(mine.device), like, like.shape, like.stride())
 
 
 def cut_like(whole: Tensor, like: Tensor) -> Tensor:
@@ -69,10 +67,19 @@ def shard_as(whole: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return whole.clone()
     shape, offsets = compute_local_shape_and_global_offset(whole.shape, like.device_mesh, like.placements)
-    mine = whole[tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))].clone()
-    return DTensor.from_local(
-        mine, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    mine = whole[tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))]
+    return _of_shard(mine.to(local(like).device), like, whole.shape, whole.stride())
+
+
+def _of_shard(mine: Tensor, like: DTensor, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+    """A copy of this rank's shard as a DTensor sharded as `like` is, on the device of the shard: that of an offloaded
+    parameter is not the mesh's, to which `from_local` moves what is not on the meta device."""
+    empty = DTensor.from_local(
+        mine.to("meta"), like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
     )
+    made: DTensor = torch.empty_like(empty, device=mine.device)  # type: ignore[assignment]
+    local(made).copy_(mine)
+    return made
 
 
 def settle(parameters: Iterable[Tensor]) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_leaves
 
@@ -302,7 +303,7 @@ class OpenStage(PipelineStage):
         self.hooked = False
         """Whether modules of this stage have backward hooks."""
         self.unsplit: set[int] = set()
-        """Microbatches whose forward has hooked tensors."""
+        """Microbatches whose forward hooked tensors."""
         self._done: set[int] = set()
         """Microbatches whose backward ran whole, and has not been asked for weights."""
 
@@ -314,9 +315,7 @@ class OpenStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         operations = super().get_fwd_recv_ops(fwd_chunk_id)
-        if (
-            self.device.type != "cpu" or not operations
-        ):  # to wait on an accelerator holds up its stream and not the host
+        if self.device.type != "cpu" or not operations:  # an accelerator's wait holds up its stream, not the host
             return operations
         self.arriving[fwd_chunk_id] = dist.batch_isend_irecv(operations)
         return []
@@ -328,18 +327,21 @@ class OpenStage(PipelineStage):
 
     @contextmanager
     def noting_hooks(self, fwd_chunk_id: int) -> Iterator[None]:
-        """Note that the user's code hooks tensors in its forward: a split backward would call such hooks twice."""
-        register = Tensor.register_hook
+        """Note a forward with hooks on tensors, or on what autograd saves: a split backward calls, recomputes twice."""
+        register, enter = Tensor.register_hook, saved_tensors_hooks.__enter__
 
-        def noting(tensor: Tensor, hook: Any) -> Any:
-            self.unsplit.add(fwd_chunk_id)
-            return register(tensor, hook)
+        def noting(call: Callable[..., Any]) -> Callable[..., Any]:
+            def noted(*args: Any) -> Any:
+                self.unsplit.add(fwd_chunk_id)
+                return call(*args)
 
-        Tensor.register_hook = noting  # type: ignore[method-assign]
+            return noted
+
+        Tensor.register_hook, saved_tensors_hooks.__enter__ = noting(register), noting(enter)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Tensor.register_hook = register  # type: ignore[method-assign]
+            Tensor.register_hook, saved_tensors_hooks.__enter__ = register, enter  # type: ignore[method-assign]
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -394,7 +396,5 @@ def _nothing(like: Tensor, received: tuple[Tensor, ...], device: torch.device) -
     zeros = torch.zeros(like.shape, dtype=like.dtype, device=device)
     if not like.requires_grad:
         return zeros
-    empty = [
-        t.flatten()[:0].sum().to(zeros.dtype) for t in received if t.requires_grad
-    ]  # of no element: not even a NaN comes through
+    empty = [t.flatten()[:0].sum().to(zeros.dtype) for t in received if t.requires_grad]  # no NaN comes through
     return zeros + sum(empty, torch.zeros((), dtype=zeros.dtype, device=device, requires_grad=True))

@@ -512,7 +512,7 @@ class Grown(Plain):
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
-            self.net.append(nn.Linear(4, 4).to(self.dtype))
+            self.net.append(nn.Linear(4, 4).to(self.device, self.dtype))
 
 
 @habit

@@ -78,7 +78,7 @@ def cases() -> dict[str, Any]:
     return {**{name: lambda make=make: Plain(make()) for name, make in MODELS.items()}, **HABITS}
 
 
-def train(name: str, strategy: str, devices: int, precision: str) -> Result:
+def train(name: str, strategy: str, devices: int, precision: str, accelerator: str = "cpu") -> Result:
     """Train one case; on ranks that run already, in place."""
     generator = torch.Generator().manual_seed(3)
     dtype = torch.float64 if precision == "64-true" else torch.float32
@@ -96,7 +96,7 @@ def train(name: str, strategy: str, devices: int, precision: str) -> Result:
         run = Trainer(
             strategy=make(),
             devices=devices,
-            accelerator="cpu",
+            accelerator=accelerator,
             precision=precision,
             max_epochs=EPOCHS,
             split_batches=True,
@@ -116,8 +116,8 @@ def train(name: str, strategy: str, devices: int, precision: str) -> Result:
     world = environment.detect()
     if world is not None and world.rank:  # the whole weights are on rank 0
         return Result({})
-    values = {name: value.detach().clone() for name, value in module.state_dict().items()}
-    values |= {f"logged {name}": value.detach().clone() for name, value in run.callback_metrics.items()}
+    values = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+    values |= {f"logged {name}": value.detach().cpu().clone() for name, value in run.callback_metrics.items()}
     return Result(values)
 
 

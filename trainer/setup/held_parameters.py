@@ -151,7 +151,7 @@ class _Search:
         if isinstance(value, dict):
             for key, item in [*islice(value.items(), _MANY)]:
                 self._visit(key, f"a key of {name}", partial(_rename, value))
-                self._visit(item, f"{name}[{key!r}]", partial(_set_item, value, key))
+                self._visit(item, f"{name}[{_shown(key)}]", partial(_set_item, value, key))
         elif isinstance(value, (list, deque)):
             for i, item in enumerate(islice(value, _MANY)):
                 self._visit(item, f"{name}[{i}]", partial(_set_item, value, i))
@@ -245,6 +245,11 @@ def _globals_of(function: FunctionType) -> dict[str, Any]:
 def _slots(kind: type) -> dict[str, Any]:
     """The descriptors of what an object holds without `__dict__`."""
     return {key: value for key, value in vars(kind).items() if isinstance(value, MemberDescriptorType)}
+
+
+def _shown(key: Any) -> str:
+    """A key in a name: of other objects than these a representation may be long, or end in an error."""
+    return repr(key) if type(key) in _PLAIN else f"a key of class {type(key).__name__}"
 
 
 def _set_item(container: Any, key: Any, held: Any, new: Any) -> None:

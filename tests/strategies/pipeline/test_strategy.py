@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
-from lockstep.strategies import Pipeline, SingleDevice
+from lockstep.strategies import Pipeline, SingleDevice, Strategy
 from lockstep.trainer.checkpoint.store import Checkpoint
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
@@ -111,6 +113,38 @@ def test_checkpoints_go_to_one_process_and_back(tmp_path: Path) -> None:
     one, other = (Checkpoint.open(tmp_path / name) for name in ("pipeline", "single"))
     assert one.names("model/") == other.names("model/") and one.names("optimizer/") == other.names("optimizer/")
     assert one.meta["optimizers"]["0"]["param_groups"] == other.meta["optimizers"]["0"]["param_groups"]
+
+
+def test_a_checkpointed_block_is_recomputed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a schedule computes gradients of inputs and of weights apart, each would recompute it."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.run, x, use_reentrant=False)
+
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            if not isinstance(x, FakeTensor):  # the shapes of stages are inferred
+                calls.append(x)
+            return self.layers(x)
+
+    def trained(strategy: Strategy | str) -> nn.Module:
+        torch.manual_seed(1)
+        calls.clear()
+        module = Net()
+        module.net = nn.Sequential(nn.Linear(8, 8), Block(), Block(), Block(), nn.Linear(8, 3))
+        quiet(strategy=strategy, devices=1, accelerator="cpu", precision="64-true").fit(module, loader(32, 8))
+        return module
+
+    calls: list[torch.Tensor] = []
+    monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
+    expected = trained("single")
+    found = trained(Pipeline(schedule="zbv", num_micro_batches=2))
+    assert distance(weights(found), weights(expected)) < 1e-12
+    assert len(calls) == 3 * 4 * 2 * 2, "blocks, steps, micro-batches, forward and backward"
 
 
 def test_single_precision_agrees_at_every_step() -> None:

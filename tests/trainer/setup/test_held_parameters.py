@@ -313,6 +313,17 @@ def test_objects_that_answer_to_no_name_are_left_alone() -> None:
     quiet(strategy="fsdp", devices=1, accelerator="cpu").fit(module, loader(16, 8))
 
 
+def test_keys_that_cannot_be_shown_are_no_names() -> None:
+    class Key:
+        def __repr__(self) -> str:
+            raise RecursionError
+
+    module = Net()
+    module.held = {Key(): [module.net[0].weight]}
+    quiet(strategy="fsdp", devices=1, accelerator="cpu").fit(module, loader(16, 8))
+    assert next(iter(module.held.values()))[0] is module.net[0].weight
+
+
 def test_what_a_hook_keeps_of_a_weight_does_not_end_the_run() -> None:
     class Keeps(Net):
         def on_train_batch_end(self, *args: Any) -> None:
