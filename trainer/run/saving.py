@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from lockstep.callbacks.guard import check_replicas
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
@@ -83,7 +84,7 @@ def save(
 
 def _save_after(run: RunState, module: Module, path: str, weights_only: bool) -> None:
     """A checkpoint of what `fit` has left. Where it ran on several ranks, rank 0 writes."""
-    if not weights_only and run.world_size == 1 and run.optimizers and not run.had_parameter_states:
+    if not weights_only and _is_as_trained(run, module):
         snapshot.save(run, module, path)
     elif not run.is_global_zero:
         return
@@ -91,6 +92,19 @@ def _save_after(run: RunState, module: Module, path: str, weights_only: bool) ->
         _save_weights(run, module, path, gather_state(module, {}), alone=True)
     else:
         store.copy(_of_the_end(run), path)
+
+
+def _is_as_trained(run: RunState, module: Module) -> bool:
+    """Whether the optimizers step the parameters of the module, and keep their state: no strategy had put others in
+    their place."""
+    if run.world_size > 1 or not run.optimizers or run.had_parameter_states:
+        return False
+    known = set(map(id, module.parameters()))
+    for optimizer in run.optimizers.values():
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        if not known.issuperset(map(id, [*stepped, *(key for key in optimizer.state if isinstance(key, Tensor))])):
+            return False
+    return True
 
 
 def _of_the_end(run: RunState) -> str:

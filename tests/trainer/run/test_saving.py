@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep import CheckpointError, Module, Trainer
 from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.strategies import FSDP
 from lockstep.trainer.checkpoint.store import Checkpoint
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
@@ -36,6 +37,18 @@ def test_what_is_saved_after_fit_is_resumed_as_if_it_had_been_saved_in_it(strate
     trainer.save_checkpoint(tmp_path / "after")
     quiet(max_epochs=3, **options).fit(second, loader(shuffle=True), ckpt_path=tmp_path / "after")
     assert equal(weights(whole), weights(second))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["fsdp offloaded", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_what_an_engine_has_given_up_on_one_device_is_not_saved(name: str, tmp_path: Path) -> None:
+    strategy = FSDP(cpu_offload=True) if "fsdp" in name else name
+    trainer, module = quiet(strategy=strategy, devices=1, accelerator="cpu", max_epochs=1), net()
+    trainer.fit(module, loader())
+    with pytest.raises(RuntimeError, match="save_checkpoint was called after fit, which has given up the state"):
+        trainer.save_checkpoint(tmp_path / "all")
+    trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
+    assert equal(weights(Net.load_from_checkpoint(tmp_path / "weights")), weights(module))
 
 
 def test_an_evaluation_in_between_changes_nothing(tmp_path: Path) -> None:
