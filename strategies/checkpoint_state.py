@@ -95,7 +95,8 @@ def pack(value: Any, name: str, tensors: dict[str, TensorShard], shard: LocalSha
         mine = shard(value)
         if mine is not None:
             tensors[name] = mine
-        return {"$tensor": name}
+        order = _memory_order(value)
+        return {"$tensor": name} if order is None else {"$tensor": name, "order": order}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         native = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
         return {"$array": pack(torch.from_numpy(native), name, tensors, shard)}
@@ -134,7 +135,7 @@ def unpack(value: Any, read: Callable[[str], Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     if "$tensor" in value:
-        return read(value["$tensor"])
+        return _in_order(read(value["$tensor"]), value.get("order"))
     if "$array" in value:
         return unpack(value["$array"], read).numpy()
     if "$path" in value:
@@ -148,6 +149,26 @@ def unpack(value: Any, read: Callable[[str], Tensor]) -> Any:
     if "$items" in value:
         return {unpack(key, read): unpack(item, read) for key, item in value["$items"]}
     return {key: unpack(item, read) for key, item in value.items()}
+
+
+def is_packed_tensor(value: Any) -> bool:
+    return isinstance(value, dict) and "$tensor" in value
+
+
+def _memory_order(tensor: Tensor) -> list[int] | None:
+    """The dimensions of a dense tensor from the outermost in memory to the innermost, None where they come so: a matrix
+    product rounds otherwise in another order."""
+    if hasattr(tensor, "to_local") or tensor.layout != torch.strided or tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda i: -strides[i])
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def _in_order(tensor: Tensor, order: list[int] | None) -> Tensor:
+    if order is None or hasattr(tensor, "to_local"):
+        return tensor
+    return tensor.permute(order).contiguous().permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 def plain_config(value: Any) -> Any:
@@ -173,9 +194,7 @@ def gather_state(
     """
     state = State()
     values = {name: pack(value, f"model/{name}", state.tensors, shard) for name, value in model.state_dict().items()}
-    state.meta["model"] = {
-        name: None if value == {"$tensor": f"model/{name}"} else value for name, value in values.items()
-    }
+    state.meta["model"] = {name: None if is_packed_tensor(value) else value for name, value in values.items()}
     owned = owned or {}
     names = {**parameter_names(model), **owned}
     state.meta["optimizers"] = {}

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.callbacks._support.files import replacing
-from lockstep.strategies.checkpoint_state import TensorShard, pack, plain_config, unpack
+from lockstep.strategies.checkpoint_state import TensorShard, is_packed_tensor, pack, plain_config, unpack
 from lockstep.trainer.checkpoint import safetensors_file
 from lockstep.trainer.checkpoint.manifest import reason
 from lockstep.trainer.checkpoint.safetensors_file import PAIRS
@@ -199,7 +199,7 @@ def _write(found: Weights, source: Path, target: Path) -> None:
     try:
         for name, value in found.values.items():
             packed = pack(value, f"model/{name}", tensors)
-            model[name] = None if packed == {"$tensor": f"model/{name}"} else packed
+            model[name] = None if is_packed_tensor(packed) else packed
         state = {
             "progress": {"global_step": found.global_step, "current_epoch": found.current_epoch},
             "strategy": {"model": model},

@@ -105,20 +105,22 @@ def _strategy_fault(meta: dict[str, Any]) -> str | None:
 
 def _reference_fault(checkpoint: Checkpoint) -> str | None:
     """JSON that refers to a tensor that is not there, or no longer to one that is."""
-    names = set(checkpoint.names())
-    referred = set(references(checkpoint.state))
-    missing = next(iter(sorted(referred - names)), None)
+    names, orders = set(checkpoint.names()), dict(references(checkpoint.state))
+    missing = next(iter(sorted(orders.keys() - names)), None)
     if missing is not None:
         return f"state.json refers to the tensor {missing!r}, which is missing"
-    lost = next((name for name in checkpoint.names("optimizer/") if name not in referred), None)
+    for name, order in orders.items():
+        if order is not None and not _is_order(order, len(checkpoint.shape(name))):
+            return f"state.json has no valid order of the dimensions of the tensor {name!r}"
+    lost = next((name for name in checkpoint.names("optimizer/") if name not in orders), None)
     return None if lost is None else f"state.json has no reference to the tensor {lost!r}"
 
 
-def references(value: Any) -> Iterator[str]:
-    """Names of the tensors that packed JSON data refers to."""
+def references(value: Any) -> Iterator[tuple[str, Any]]:
+    """Names of the tensors that packed JSON data refers to, each with the order of its dimensions in memory."""
     if isinstance(value, dict):
         if "$tensor" in value:
-            yield str(value["$tensor"])
+            yield str(value["$tensor"]), value.get("order")
         for item in value.values():
             yield from references(item)
     elif isinstance(value, list):
@@ -201,6 +203,10 @@ def _is_rng(value: Any) -> bool:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, dict) and _is_str(value.get("$tensor"))
+
+
+def _is_order(value: Any, count: int) -> bool:
+    return _is_list(value, _is_between(0, count - 1)) and sorted(value) == [*range(count)]
 
 
 def _is_torchmetric(value: Any) -> bool:

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, Whole, gather_whole, pack, unpack
+from lockstep.strategies.checkpoint_state import (
+    Reader,
+    State,
+    TensorShard,
+    Whole,
+    gather_whole,
+    is_packed_tensor,
+    pack,
+    unpack,
+)
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.trainer.setup import frozen
 
@@ -213,7 +222,7 @@ def edited(checkpoint: Reader, weights: dict[str, Any] | None, strategy: Strateg
     model = None
     if weights is not None and (together is None or together.topology.rank == 0):
         packed = {name: pack(value, f"model/{name}", shards) for name, value in weights.items()}
-        model = {name: None if value == {"$tensor": f"model/{name}"} else value for name, value in packed.items()}
+        model = {name: None if is_packed_tensor(value) else value for name, value in packed.items()}
     if together is not None:
         model = together.broadcast(model)
     if model is None:

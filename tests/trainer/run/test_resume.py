@@ -356,6 +356,39 @@ def test_a_checkpoint_saved_by_a_validation_within_an_epoch_holds_training(
         assert {"train/acc", "train/loss_epoch"} <= set(resumed.callback_metrics)
 
 
+class Rotates(torch.optim.Optimizer):
+    """Keeps a matrix that is not in the order of its memory, and multiplies by it, as SOAP does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["basis"] = torch.linalg.qr(torch.randn(32, 32, dtype=p.dtype))[0]
+                assert not state["basis"].is_contiguous()
+            columns = F.pad(p.grad.flatten(), (0, -p.numel() % 32)).reshape(32, -1)
+            p -= 0.1 * (state["basis"] @ columns).flatten()[: p.numel()].view_as(p)
+
+
+def test_a_state_in_another_order_of_memory_comes_back_in_it(tmp_path: Path) -> None:
+    class Rotated(Net):
+        def configure_optimizers(self) -> Any:
+            return Rotates(self.parameters())
+
+    def fit(path: Path | None = None) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
+        torch.manual_seed(0)
+        saver = ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=3)
+        trainer = quiet(max_epochs=2, enable_checkpointing=True, callbacks=[saver], precision="64-true", devices=1)
+        trainer.fit(module := Rotated(), loader(), ckpt_path=path)
+        return weights(module), [state["basis"].stride() for state in trainer.optimizers[0].state.values()]
+
+    expected, found = fit(), fit(tmp_path / "step=3")
+    assert equal(expected[0], found[0]) and expected[1] == found[1] == [(1, 32)] * 4
+
+
 @pytest.mark.ranks
 def test_a_rank_without_samples_takes_up_what_a_validation_has_saved(tmp_path: Path) -> None:
     def fit(steps: int, path: str | None = None) -> Trainer:
