@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks as SavedHooks
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_leaves
 
@@ -328,7 +328,7 @@ class OpenStage(PipelineStage):
     @contextmanager
     def noting_hooks(self, fwd_chunk_id: int) -> Iterator[None]:
         """Note a forward with hooks on tensors, or on what autograd saves: a split backward calls, recomputes twice."""
-        register, enter = Tensor.register_hook, saved_tensors_hooks.__enter__
+        register, enter = Tensor.register_hook, SavedHooks.__enter__
 
         def noting(call: Callable[..., Any]) -> Callable[..., Any]:
             def noted(*args: Any) -> Any:
@@ -337,11 +337,11 @@ class OpenStage(PipelineStage):
 
             return noted
 
-        Tensor.register_hook, saved_tensors_hooks.__enter__ = noting(register), noting(enter)  # type: ignore[method-assign]
+        Tensor.register_hook, SavedHooks.__enter__ = noting(register), noting(enter)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Tensor.register_hook, saved_tensors_hooks.__enter__ = register, enter  # type: ignore[method-assign]
+            Tensor.register_hook, SavedHooks.__enter__ = register, enter  # type: ignore[method-assign]
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False

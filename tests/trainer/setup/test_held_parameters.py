@@ -313,7 +313,7 @@ def test_objects_that_answer_to_no_name_are_left_alone() -> None:
     quiet(strategy="fsdp", devices=1, accelerator="cpu").fit(module, loader(16, 8))
 
 
-def test_keys_that_cannot_be_shown_are_no_names() -> None:
+def test_names_do_not_show_keys_that_cannot_be_shown() -> None:
     class Key:
         def __repr__(self) -> str:
             raise RecursionError
