@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lockstep.callbacks._support.arguments import check_number
 from lockstep.callbacks._support.monitored_metric import MonitoredMetric, check_keys
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.callbacks.base import Callback
@@ -65,8 +66,10 @@ class EarlyStopping(Callback):
     ) -> None:
         if mode not in ("min", "max"):
             raise ValueError(f"mode of EarlyStopping must be 'min' or 'max', got {mode!r}")
-        if not isinstance(patience, int | float) or patience < 0:
-            raise ValueError(f"patience of EarlyStopping must be at least 0 checks, got {patience!r}")
+        check_number("EarlyStopping", "patience", patience, 0)
+        check_number("EarlyStopping", "min_delta", min_delta)
+        check_number("EarlyStopping", "stopping_threshold", stopping_threshold, optional=True)
+        check_number("EarlyStopping", "divergence_threshold", divergence_threshold, optional=True)
         self.monitor = monitor
         self.min_delta = abs(min_delta)
         self.patience = patience

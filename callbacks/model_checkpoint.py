@@ -100,7 +100,7 @@ class ModelCheckpoint(Callback):
         verbose: bool = False,
     ) -> None:
         check_options(
-            mode, save_top_k, every_n_train_steps, every_n_epochs, train_time_interval, save_on_train_epoch_end
+            dirpath, mode, save_top_k, every_n_train_steps, every_n_epochs, train_time_interval, save_on_train_epoch_end
         )
         self.filename = filename or "{epoch}-{step}"
         check_template(self.filename)

@@ -11,10 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.callbacks._support.arguments import check_number
+
 _PLACEHOLDER = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
 
 def check_options(
+    dirpath: str | os.PathLike[str] | None,
     mode: str,
     save_top_k: int,
     every_n_train_steps: int | None,
@@ -23,14 +26,22 @@ def check_options(
     save_on_train_epoch_end: bool | None,
 ) -> None:
     """Raise ValueError for options that are out of range or contradict each other."""
+    if dirpath is not None and not isinstance(dirpath, str | os.PathLike):
+        raise ValueError(f"dirpath of ModelCheckpoint must be a path, or None, got {dirpath!r}")
     if mode not in ("min", "max"):
         raise ValueError(f"mode of ModelCheckpoint must be 'min' or 'max', got {mode!r}")
-    if not isinstance(save_top_k, int) or save_top_k < -1:
+    if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
         raise ValueError(f"save_top_k of ModelCheckpoint must be at least 0, or -1 to keep all, got {save_top_k!r}")
     periods = {"every_n_train_steps": every_n_train_steps, "every_n_epochs": every_n_epochs}
     for name, period in periods.items():
-        if period is not None and period < 1:
-            raise ValueError(f"{name} of ModelCheckpoint must be at least 1, got {period}")
+        check_number("ModelCheckpoint", name, period, 1, whole=True, optional=True)
+    if train_time_interval is not None and not (
+        isinstance(train_time_interval, timedelta) and train_time_interval > timedelta()
+    ):
+        raise ValueError(
+            "train_time_interval of ModelCheckpoint must be a timedelta above 0, or None, got "
+            f"{train_time_interval!r}; give one such as timedelta(minutes=10)"
+        )
     given = [
         name for name, value in {**periods, "train_time_interval": train_time_interval}.items() if value is not None
     ]
@@ -90,7 +101,9 @@ def versioned(path: str, extension: str = "") -> str:
 
 
 def check_template(filename: str) -> None:
-    """Raise ValueError for a template with an invalid format or brace."""
+    """Raise ValueError for another type than str, and a template with an invalid format or brace."""
+    if not isinstance(filename, str) or filename.startswith("."):
+        raise ValueError(f"filename of ModelCheckpoint must be a name that begins with no dot, got {filename!r}")
     for match in _PLACEHOLDER.finditer(filename):
         spec = match[2] or ""
         for value in (0, 0.0):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lockstep.callbacks._support.arguments import check_number
 from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -103,8 +104,8 @@ class BackboneFinetuning(BaseFinetuning):
         *,
         backbone: str = "backbone",
     ) -> None:
-        if unfreeze_backbone_at_epoch < 0:
-            raise ValueError(f"unfreeze_backbone_at_epoch must be at least 0, got {unfreeze_backbone_at_epoch}")
+        check_number("BackboneFinetuning", "unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, 0, whole=True)
+        check_number("BackboneFinetuning", "backbone_initial_ratio_lr", backbone_initial_ratio_lr)
         if not backbone_initial_ratio_lr > 0:
             raise ValueError(f"backbone_initial_ratio_lr must be above 0, got {backbone_initial_ratio_lr}")
         self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch

@@ -23,8 +23,10 @@ class GradientAccumulationScheduler(Callback):
     """
 
     def __init__(self, scheduling: dict[int, int]) -> None:
-        if not scheduling:
-            raise ValueError("scheduling must name an epoch and its number of micro-batches, got an empty dict")
+        if not isinstance(scheduling, dict) or not scheduling:
+            raise ValueError(
+                f"scheduling must be a dict of epochs and their numbers of micro-batches, got {scheduling!r}"
+            )
         for epoch, number in scheduling.items():
             if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
                 raise ValueError(f"scheduling must have epochs from 0 as keys, got {epoch!r}")

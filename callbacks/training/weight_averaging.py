@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from lockstep.callbacks._support.arguments import check_number
 from lockstep.callbacks._support.parameter_state import ParameterState, is_held, local
 from lockstep.callbacks.base import Callback
 
@@ -47,6 +48,12 @@ class WeightAveraging(Callback):
         update_starting_at_step: int = 0,
         update_starting_at_epoch: int = 0,
     ) -> None:
+        for name, start in (
+            ("update_starting_at_step", update_starting_at_step),
+            ("update_starting_at_epoch", update_starting_at_epoch),
+        ):
+            check_number("WeightAveraging", name, start, 0, whole=True)
+        check_number("WeightAveraging", "decay", decay, optional=True)
         if decay is not None and not 0 < decay < 1:
             raise ValueError(f"decay must be above 0 and below 1, or None for the mean of all updates, got {decay!r}")
         if update_every_n_steps is not None and (

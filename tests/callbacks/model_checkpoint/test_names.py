@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,19 @@ def test_verbose_says_what_was_saved(run: Callable[..., Run], capsys: pytest.Cap
     [
         ({"mode": "auto"}, "'auto'"),
         ({"save_top_k": -2}, "got -2"),
-        ({"every_n_epochs": 0}, "every_n_epochs of ModelCheckpoint must be at least 1, got 0"),
+        (
+            {"every_n_epochs": 0},
+            "every_n_epochs of ModelCheckpoint must be a whole number of at least 1, or None, got 0",
+        ),
         ({"every_n_epochs": 1, "every_n_train_steps": 1}, "every_n_train_steps and every_n_epochs"),
         ({"every_n_train_steps": 1, "save_on_train_epoch_end": True}, "save_on_train_epoch_end=True"),
+        ({"every_n_train_steps": 1.5}, "every_n_train_steps .* must be a whole number .*, got 1.5"),
+        ({"save_top_k": True}, "got True"),
+        ({"train_time_interval": 5}, "must be a timedelta above 0, or None, got 5"),
+        ({"train_time_interval": timedelta(seconds=-1)}, "must be a timedelta above 0"),
+        ({"dirpath": 3}, "dirpath of ModelCheckpoint must be a path, or None, got 3"),
+        ({"filename": 3}, "filename of ModelCheckpoint must be a name that begins with no dot, got 3"),
+        ({"filename": ".."}, "must be a name that begins with no dot"),
         ({"filename": "{epoch:zz}"}, "'zz'"),
         ({"filename": "{epoch"}, "unmatched brace"),
         ({"filename": "last", "save_last": True}, "another filename"),

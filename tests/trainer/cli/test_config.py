@@ -396,7 +396,9 @@ def test_a_mistake_in_a_file_names_file_and_line() -> None:
     )
     assert message(text="module: {class: shop.Net\n").startswith("run.yaml:2: not valid YAML: ")
     assert message(text="module: {class: shop.Net, width: 1, width: 2}\n").startswith("run.yaml:1: not valid YAML: ")
-    assert message(text="- 1\n").startswith("run.yaml: a config is a mapping of sections")
+    for text, kind in (("- 1", "sequence"), ("text", "scalar"), ("3", "scalar"), ("!!python/object:a.b x", "scalar")):
+        found = message(text=f"{text}\n")
+        assert found.startswith("run.yaml: a config is a mapping of sections") and found.endswith(f"not a {kind}")
 
 
 def test_a_file_that_cannot_be_read() -> None:

@@ -52,8 +52,11 @@ def read(file: Path) -> tuple[dict[str, Any], dict[Key, str]]:
 
     try:
         text = file.read_text(encoding="utf-8")
+        root = yaml.compose(text)
+        if root is not None and root.id != "mapping" and not root.tag.endswith(":null"):
+            raise ConfigError(f"{file}: a config is a mapping of sections ({', '.join(SECTIONS)}), not a {root.id}")
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if text.strip() else {}
-        lines = dict(_lines(yaml.compose(text), (), str(file)))
+        lines = dict(_lines(root, (), str(file)))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read config file '{file}': {getattr(error, 'strerror', None) or error}") from error
     except yaml.YAMLError as error:
@@ -63,10 +66,6 @@ def read(file: Path) -> tuple[dict[str, Any], dict[Key, str]]:
         ) from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{file}: {first_line(error)}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{file}: a config is a mapping of sections ({', '.join(SECTIONS)}), not a {type(tree).__name__}"
-        )
     return _string_keys(tree), lines
 
 
