@@ -44,6 +44,7 @@ class ModelChanges:
         """Whether a parameter or module was registered in the model since the last call of `added`."""
         self._homes: dict[tuple[nn.Module, str], str] = {}
         self._moved: dict[tuple[nn.Module, str], str] = {}
+        self._remember_places()
         self._hooks = [
             register_module_parameter_registration_hook(self._note),
             register_module_module_registration_hook(self._note),
@@ -55,13 +56,25 @@ class ModelChanges:
         self._hooks = []
 
     def added(self) -> list[str]:
-        """The names of parameters that the model has now and had not when it was wrapped."""
-        if not self.pending:
+        """The names of parameters that the model has now and had not when it was wrapped, and of those that it has no
+        longer."""
+        held = map(dict.get, self._tables, self._keys)
+        if not self.pending and not any(map(operator.is_, held, itertools.repeat(None))):
             return []
         self.pending = False
-        known = set(map(id, self.parameters.values()))
-        names = [name for name, p in self.model.named_parameters() if id(p) not in known]
-        return [*dict.fromkeys(names + self._displaced())] if self._homes else names
+        known, now = set(map(id, self.parameters.values())), dict(self.model.named_parameters(remove_duplicate=False))
+        ids = set(map(id, now.values()))
+        names = [name for name, p in now.items() if id(p) not in known]
+        if self._homes:
+            return [*dict.fromkeys(names + self._displaced())]
+        self._remember_places()
+        return names + [name for name, p in self.parameters.items() if name not in now and id(p) not in ids]
+
+    def _remember_places(self) -> None:
+        """Where parameters are now, for `added` to see one that is set to None or deleted."""
+        found = self._found()
+        self._tables = [module._parameters for module, _ in found]
+        self._keys = [key for _, key in found]
 
     def hold_places(self) -> None:
         """From here on `added` gives the names of parameters too that user code ties, moves or takes out of the model:
@@ -232,7 +245,7 @@ def partial_gradient(why: str) -> RuntimeError:
 def replaced(names: Sequence[str], strategy: str) -> RuntimeError:
     """The error for parameters that user code put into a model, moved in it or took out of it during a run."""
     return RuntimeError(
-        f"parameters were added or replaced during the run ({shortened(names)}), which {strategy} cannot take over; "
+        f"parameters were added, replaced or removed during the run ({shortened(names)}), which {strategy} cannot take over; "
         "create them in __init__, setup or configure_model, or copy values into the existing ones"
     )
 

@@ -389,11 +389,18 @@ class RunsBackward(Base):
         return loss
 
 
+class DeletesABias(Base):
+    def on_train_epoch_start(self) -> None:
+        del self.net[2].bias
+        self.net[2].register_parameter("bias", None)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Grows, r"parameters were added or replaced during the run \(net.2.weight, net.2.bias\), which DDP cannot"),
-        (GrowsInTheStep, r"parameters were added or replaced during the run \(net.2.weight\)"),
+        (Grows, r"added, replaced or removed during the run \(net.2.weight, net.2.bias\), which DDP cannot"),
+        (DeletesABias, r"were added, replaced or removed during the run \(net.2.bias\), which DDP cannot"),
+        (GrowsInTheStep, r"parameters were added, replaced or removed during the run \(net.2.weight\)"),
         (Rare, r"net.0 has max_norm=1.0, which changes its weight in the forward"),
         (UnfreezesInTheStep, r"requires_grad was changed within a step \(net.0.weight, net.0.bias\)"),
         (RunsBackward, r"training_step changed gradients by itself \(net.0.weight, net.0.bias, net.2.weight, …\)"),

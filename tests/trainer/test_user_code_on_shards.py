@@ -759,6 +759,11 @@ class AddsATiedLayer(Square):
         self.more.weight = self.net[0].weight
 
 
+class SetsABiasToNone(Square):
+    def on_train_start(self) -> None:
+        self.net[2].bias = None
+
+
 @pytest.mark.parametrize(
     ("make", "strategy", "names"),
     [
@@ -768,13 +773,14 @@ class AddsATiedLayer(Square):
         (TiesInTheStep, "fsdp", "net.2.weight"),
         (TakesALayerOut, "fsdp", "net.2.weight, net.2.bias"),
         (AddsATiedLayer, "fsdp", "more.weight"),
+        *((SetsABiasToNone, name, "net.2.bias") for name in ("fsdp", "tensor", "pipeline")),
     ],
 )
 def test_parameters_that_a_run_ties_or_takes_out_are_refused(
     make: Callable[[], Module], strategy: str, names: str
 ) -> None:
     with pytest.raises(
-        RuntimeError, match=rf"added or replaced during the run \({names}\), which \w+ cannot take over"
+        RuntimeError, match=rf"added, replaced or removed during the run \({names}\), which \w+ cannot take over"
     ):
         fitted(make(), strategy, 4 if "=" in strategy else 2)
 
@@ -811,5 +817,7 @@ class AssignsInTrainStart(Square):
 @pytest.mark.parametrize("make", [AssignsInFitStart, AssignsInTrainStart])
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp=2,fsdp=2", "tensor"])
 def test_a_state_that_a_run_assigns_is_refused(make: Callable[[], Module], strategy: str) -> None:
-    with pytest.raises(RuntimeError, match=r"added or replaced during the run \(net.0.weight.*cannot take over"):
+    with pytest.raises(
+        RuntimeError, match=r"added, replaced or removed during the run \(net.0.weight.*cannot take over"
+    ):
         fitted(make(), strategy, 4 if "=" in strategy else 2)
