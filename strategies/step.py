@@ -193,7 +193,7 @@ class SPMDStep(ManualOptimization):
         parameters = self._in_model_order(optimizer)
         if algorithm == "norm":
             return torch.nn.utils.clip_grad_norm_(parameters, value)
-        torch.nn.utils.clip_grad_value_(parameters, value)
+        collectives.clip_values(parameters, value)
         return None
 
     def optimizer_step(

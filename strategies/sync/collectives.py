@@ -117,7 +117,19 @@ def clip_by_norm(
 
 def clip_by_value(gradients: Mapping[Any, Sequence[Tensor]], value: float) -> None:
     """Clamp each element of what this rank holds of the gradients to [-value, value]."""
-    torch.nn.utils.clip_grad_value_(holders(_all(gradients)), value)
+    clip_values(holders(_all(gradients)), value)
+
+
+def clip_values(parameters: Sequence[Any], value: float) -> None:
+    """torch's `clip_grad_value_`. Raises ValueError for a complex parameter, whose gradient has no order."""
+    found = next((p.grad for p in parameters if p.grad is not None and p.grad.is_complex()), None)
+    if found is not None:
+        raise ValueError(
+            f"gradient_clip_algorithm='value' bounds real numbers, but a parameter of shape {list(found.shape)} is "
+            "complex; use gradient_clip_algorithm='norm', or clamp torch.view_as_real(parameter.grad) in "
+            "on_before_optimizer_step"
+        )
+    torch.nn.utils.clip_grad_value_(parameters, value)
 
 
 class _Holder:

@@ -36,7 +36,7 @@ _NO_COMPILE = (
     "compile=True builds a graph for each layer of a pipeline and one of the whole model elsewhere, so with "
     "virtual_ranks the bits would depend on the ranks; use strategy='ddp', or remove it"
 )
-_DTYPES = torch.float32, torch.float64, torch.complex64, torch.complex128
+_DTYPES = torch.float32, torch.float64
 
 
 class VirtualPipeline(StagedStrategy, VirtualStep):

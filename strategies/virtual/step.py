@@ -25,7 +25,7 @@ from lockstep.strategies.modules.model_changes import (
 )
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.step import weighted_losses
-from lockstep.strategies.sync.collectives import holders
+from lockstep.strategies.sync.collectives import clip_values, holders
 from lockstep.strategies.sync.contents import checksum
 from lockstep.strategies.sync.step_agreement import StepAgreement
 from lockstep.strategies.sync.tree import PartialSums
@@ -197,11 +197,13 @@ class VirtualStep(ShareHooks, SPMDStrategy):
         parameters = self._in_model_order(optimizer)
         parts = [self.gradient_part(p) for p in parameters]
         if algorithm != "norm":
-            torch.nn.utils.clip_grad_value_(holders(parts), value)
+            clip_values(holders(parts), value)
             return None
         rows, dtype = self.norm_facts(
             sum(map(self.counted_rows, parameters)),
-            torch.promote_types(torch.float32, max((p.dtype for p in parts), key=_size, default=torch.float32)),
+            torch.promote_types(
+                torch.float32, max((p.dtype.to_real() for p in parts), key=_size, default=torch.float32)
+            ),
         )
         counted = [self.counted_part(p, part) for p, part in zip(parameters, parts, strict=True)]
         norm = total_norm(counted, rows, self.topology.device, self.norm_groups()).to(dtype)

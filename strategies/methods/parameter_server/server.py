@@ -17,6 +17,7 @@ from lockstep.strategies.methods.parameter_server.layout import Layout
 from lockstep.strategies.methods.parameter_server.schedule import Arrival, Record
 from lockstep.strategies.optimizers.copies import duplicate
 from lockstep.strategies.optimizers.numbers import put
+from lockstep.strategies.sync.collectives import clip_values
 
 
 class Push(NamedTuple):
@@ -265,7 +266,7 @@ class Host:
         for key, limit, algorithm in post.clips:
             if algorithm != "norm":
                 for server in self.servers.values():
-                    torch.nn.utils.clip_grad_value_(server.parameters(key), limit)
+                    clip_values(server.parameters(key), limit)
                 continue
             norm = self._total_norm({i: server.norms(key) for i, server in self.servers.items()})
             for server in self.servers.values():
