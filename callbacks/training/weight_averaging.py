@@ -163,17 +163,15 @@ class Averages(ParameterState):
         self.num_updates = 0
         self._average: dict[Tensor, Tensor] = {}
         self._training: dict[Tensor, Tensor] = {}  # the weights that train, while the averages are in their place
-
-    @property
-    def is_swapped(self) -> bool:
+        self.is_swapped = False
         """Whether the parameters are the averages at the moment."""
-        return bool(self._training)
 
     def reset(self) -> None:
         """Forget all averages: the next update copies the weights."""
         self.num_updates = 0
         self._average.clear()
         self._training.clear()
+        self.is_swapped = False
 
     @torch.no_grad()
     def update(self, multi_average: Any) -> None:
@@ -196,9 +194,9 @@ class Averages(ParameterState):
     @torch.no_grad()
     def swap_in(self) -> None:
         """Put the averages in the place of the weights, which are kept."""
-        for parameter, average in self._average.items():
-            self._training[parameter] = parameter.detach().clone()
-            parameter.copy_(average)
+        self.is_swapped = True
+        self._training = {parameter: parameter.detach().clone() for parameter in self._average}
+        self._put(self._average)
 
     def is_changed(self) -> bool:
         """Whether any parameter is no longer the average that was put in its place."""
@@ -210,13 +208,23 @@ class Averages(ParameterState):
     @torch.no_grad()
     def swap_out(self) -> None:
         """Put the weights back, in every bit."""
-        for parameter, weights in self._training.items():
-            parameter.copy_(weights)
+        if self.is_swapped:
+            self._put(self._training)
         self._training.clear()
+        self.is_swapped = False
+
+    def _put(self, values: dict[Tensor, Tensor]) -> None:
+        """Write values to parameters, and to those of other ranks in name only: ranks compare what is written to while
+        hooks run."""
+        for parameter in self.parameters():
+            if parameter in values:
+                parameter.copy_(values[parameter])
+            elif not is_held(parameter):
+                parameter.mul_(1)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        if self.is_swapped or not self._average:
+        if self.is_swapped or not self.num_updates:
             yield
             return
         self.swap_in()

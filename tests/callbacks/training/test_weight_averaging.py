@@ -279,3 +279,25 @@ def test_deepspeed_is_refused(stage: int) -> None:
 def test_invalid_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WeightAveraging(**arguments)
+
+
+class Saves(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None: ...
+
+
+@pytest.mark.ranks
+def test_users_may_save_averages_in_a_hook(tmp_path: Any) -> None:
+    for options in ({"strategy": "pipeline", "devices": 2, "split_batches": True}, {}):
+        torch.manual_seed(0)
+        trainer = quiet(
+            accelerator="cpu", seed=0, callbacks=[WeightAveraging(), Saves(f"{tmp_path}/{len(options)}")], **options
+        )
+        trainer.fit(Net(), loader())
+        assert trainer.global_step == 7
