@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.deepspeed.zero_step import ZeroStep
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.optimizers.modes import has_modes
-from lockstep.strategies.optimizers.probe import probe
+from lockstep.strategies.optimizers.probe import probe, reads_attributes
 from lockstep.strategies.precision import Precision
 from lockstep.strategies.sync.contents import checksum
 
@@ -25,6 +25,11 @@ def check_optimizer(optimizer: Optimizer) -> None:
             f"each element by itself, and it does not, because "
             f"{found.reason or 'it moves flattened tensors differently'}; use AdamW, SGD or another such optimizer, "
             "strategy='ddp', or set zero_allow_untested_optimizer to true in DeepSpeed's config"
+        )
+    if reads_attributes(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} reads what is set on parameters as attributes, but ZeRO hands it flat parts "
+            "of many parameters, which have none; set it in parameter groups, or use strategy='fsdp' or 'ddp'"
         )
     if has_modes(optimizer):
         raise ValueError(

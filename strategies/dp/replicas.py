@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.strategies.modules.parameter_hooks import copy_attributes
+
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -45,6 +47,7 @@ def replica(model: nn.Module, device: torch.device) -> nn.Module:
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in aliases:
                 aliases[id(parameter)] = nn.Parameter(_copy(parameter, device), requires_grad=parameter.requires_grad)
+                copy_attributes(parameter, aliases[id(parameter)])
             copied._parameters[name] = None if parameter is None else aliases[id(parameter)]
         for name, buffer in module._buffers.items():
             copied._buffers[name] = None if buffer is None else _copy(buffer, device)

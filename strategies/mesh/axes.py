@@ -28,6 +28,7 @@ from lockstep.strategies.mesh.tensor_plan.altered import watch_hooks
 from lockstep.strategies.mesh.tensor_plan.apply import apply_plan
 from lockstep.strategies.modules.activation_checkpointing import is_recomputed
 from lockstep.strategies.modules.meta import materialize as materialize
+from lockstep.strategies.modules.parameter_hooks import keeping_attributes, share_attributes
 from lockstep.strategies.sync.call_order import GATHER, REDUCE
 from lockstep.strategies.sync.tree import reduce_scatter
 
@@ -59,10 +60,12 @@ def apply_axes(
     for name, unit in zip([*blocks, ""], units, strict=True):
         filler.fill(unit)
         if plan is not None:
-            apply_plan(model if unit is wrapped else unit, name, mesh["tensor"], plan)
+            with keeping_attributes(unit):
+                apply_plan(model if unit is wrapped else unit, name, mesh["tensor"], plan)
         if data and (unit is wrapped or name in gathered):
             data_mesh = mesh[data] if len(data) > 1 else mesh[data[0]]
-            _shard(wrapped, unit, data_mesh, "fsdp" in data, options, compute_dtype, in_tree)
+            with keeping_attributes(unit):
+                _shard(wrapped, unit, data_mesh, "fsdp" in data, options, compute_dtype, in_tree)
     if plan is not None and plan.sequence is not None:
         plan.sequence.watch(mesh["tensor"])
         wrapped.sequence = plan.sequence
@@ -121,6 +124,7 @@ class Filler:
         value = self._value(parameter.data)
         if parameter.is_meta:
             real = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            share_attributes(parameter, real)
         else:
             parameter.data = value
             real = parameter

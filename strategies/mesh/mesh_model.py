@@ -20,6 +20,7 @@ from lockstep.strategies.mesh.unsharded_writes import UnshardedWrites, is_freed,
 from lockstep.strategies.modules.forwards import within_compiled
 from lockstep.strategies.modules.meta import materialize as materialize
 from lockstep.strategies.modules.model_changes import replaced
+from lockstep.strategies.modules.parameter_hooks import copy_attributes, share_attributes
 from lockstep.strategies.sync.call_order import END_FORWARD, CallOrder
 from lockstep.strategies.sync.collectives import local
 
@@ -278,6 +279,7 @@ class MeshModel(nn.Module):
         whole: dict[int, nn.Parameter] = {}
         for name, cut in self.model.named_parameters():
             whole[id(cut)] = nn.Parameter(values[name], requires_grad=cut.requires_grad)
+            copy_attributes(cut, whole[id(cut)])
         for module in self.model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -312,6 +314,7 @@ class MeshModel(nn.Module):
             for group in param_groups(unit):
                 for parameter in group.fsdp_params:  # torch calls it once values were loaded or converted
                     parameter.reset_sharded_param = functools.partial(self._reset, parameter)
+                    parameter.init_unsharded_param = functools.partial(_init_unsharded, parameter)
         if self.units:
             for group in param_groups(self):
                 self.writes.follow(group, lambda: self.manual)
@@ -368,6 +371,13 @@ class _Lender:
             elif torch.is_grad_enabled():
                 self._wrapped._reuse(self._unit, output)
                 self._wrapped._watch(output)
+
+
+def _init_unsharded(parameter: Any) -> None:
+    """Let torch make the parameter that stands for a shard while it is gathered, with the shard's attributes."""
+    del parameter.init_unsharded_param  # torch makes one, and calls its own method in each step
+    parameter.init_unsharded_param()
+    share_attributes(parameter.sharded_param, parameter._unsharded_param)
 
 
 def _has_gradient(parameter: Any) -> bool:

@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from lockstep.strategies.mesh.dtensors import cut_like, local
+from lockstep.strategies.modules.parameter_hooks import share_attributes
 from lockstep.strategies.optimizers.hidden_state import of_shards
 
 
@@ -96,6 +97,7 @@ def take_hooks(model: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
 def _gather(sharded: Any) -> nn.Parameter:
     # Cloned, as what is replicated comes back as it is, and is not to change before it is written back.
     whole = nn.Parameter(sharded.detach().full_tensor().clone(), requires_grad=sharded.requires_grad)
+    share_attributes(sharded, whole)
     gradient = gradient_of(sharded)
     whole.grad = gradient.clone() if gradient is not None else None
     return whole

@@ -18,6 +18,7 @@ from lockstep.strategies.checkpoint_state import LocalShard, Reader, State, Take
 from lockstep.strategies.methods.averaging import gather_numbers, sum_over_learners
 from lockstep.strategies.methods.learner import Learner
 from lockstep.strategies.methods.options import Rounds, made_by
+from lockstep.strategies.modules.parameter_hooks import copy_attributes
 from lockstep.strategies.sync.collectives import local
 from lockstep.strategies.sync.compression.compression import Compression, Layout
 from lockstep.strategies.sync.tree import total_of
@@ -249,6 +250,7 @@ class Outer:
         for place, parameter in enumerate(self._parameters):
             if id(parameter) in stepped and place not in self._weights:
                 self._weights[place] = nn.Parameter(parameter.detach().clone())
+                copy_attributes(parameter, self._weights[place])
                 added.append(self._weights[place])
         return added
 

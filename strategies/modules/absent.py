@@ -33,9 +33,12 @@ class Absent(Tensor):
     that holds the real one runs the same code. All else raises RuntimeError naming it.
     """
 
-    path: str
+    # Beside `__dict__`, which holds what users set on the parameter and may name `path` or `stage`.
+    __slots__ = ("_is_param", "absent_path", "absent_stage")
+
+    absent_path: str
     """Its name in the model."""
-    stage: int
+    absent_stage: int
     _is_param: bool
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -52,7 +55,7 @@ class Absent(Tensor):
             device=device,
             requires_grad=is_parameter and like.requires_grad,
         )
-        made.path, made.stage, made._is_param = path, stage, is_parameter
+        made.absent_path, made.absent_stage, made._is_param = path, stage, is_parameter
         return made
 
     @classmethod
@@ -67,7 +70,9 @@ class Absent(Tensor):
             return func(_shape_of(first), *args[1:], **kwargs)
         if kind == "view" and isinstance(args[0], Absent):
             outputs = func(*tree_map_only(Absent, _shape_of, args), **kwargs)
-            return tree_map_only(Tensor, lambda view: Absent(view, first.path, first.stage, first.device), outputs)
+            return tree_map_only(
+                Tensor, lambda view: Absent(view, first.absent_path, first.absent_stage, first.device), outputs
+            )
         if kind in ("write", "draw"):
             written = [value for value in _written(func, args, kwargs) if value is not None]
             if all(isinstance(value, Absent) for value in written):
@@ -84,8 +89,8 @@ class Absent(Tensor):
 
     def _refuse(self, why: str) -> NoReturn:
         raise RuntimeError(
-            f"{self.path} is on stage {self.stage} of the pipeline, on another rank, and {why}; in a hook use "
-            "`with trainer.whole(module): ...` to see whole weights and gradients, or module.grad_norm(); "
+            f"{self.absent_path} is on stage {self.absent_stage} of the pipeline, on another rank, and {why}; in a "
+            "hook use `with trainer.whole(module): ...` to see whole weights and gradients, or module.grad_norm(); "
             "if a step needs it, use another strategy"
         )
 
@@ -111,7 +116,7 @@ class Absent(Tensor):
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Absent({self.path!r}, shape={list(self.shape)}, dtype={self.dtype}, stage={self.stage})"
+        return f"Absent({self.absent_path!r}, shape={list(self.shape)}, dtype={self.dtype}, stage={self.absent_stage})"
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)

@@ -5,22 +5,32 @@ one backward on one rank has computed, of the tensor that was registered. Under 
 gradient, or the tensor takes no part in the backward at all, so a hook that is not linear (a clamp, a norm) would
 change the numbers. The hooks are therefore taken off the parameters before anything wraps them, and called with the
 gradient that the optimizer gets.
+
+What users set on parameters besides (`parameter.no_decay = True`) is read by hooks and optimizers, which see in their
+place what an engine has made of them: `share_attributes` lets these have it too.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+M = TypeVar("M", bound=nn.Module)
 ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where torch keeps the hooks of a tensor: dicts, in which the handles that users hold find what to remove."""
+_OF_TORCH = ("_is_param", "_fsdp_", "_dynamo_")
+"""What attributes begin with that torch sets on parameters."""
+_OF_FAKE = {"_fake_device", "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor"}
+"""What torch sets on each FakeTensor."""
 _HOOKS, _PARAMETER = operator.attrgetter(*ATTRIBUTES), operator.itemgetter(1)
 
 
@@ -102,6 +112,52 @@ class ParameterHooks:
             put_gradient(parameter, gradient)
             for hook in _deferred(hooks.get("_post_accumulate_grad_hooks")):
                 hook(parameter)
+
+
+def share_attributes(original: Tensor, other: Tensor) -> None:
+    """Let what user code sets on one of two tensors be set on both: `other` stands for `original` for a while."""
+    held = vars(original)
+    if _is_fake(original) or _is_fake(other):  # in a plan, which runs no hooks
+        copy_attributes(original, other)
+    elif vars(other) is not held:
+        held.update(vars(other))  # torch marks a DTensor that is a parameter
+        other.__dict__ = held
+
+
+@contextmanager
+def keeping_attributes(module: nn.Module) -> Iterator[None]:
+    """While it lasts parameters of `module` are replaced; those that are there at the end share the attributes of those
+    that were in their place."""
+    before = [*module.named_parameters(remove_duplicate=False)]
+    yield
+    now = dict(module.named_parameters(remove_duplicate=False))
+    for name, parameter in before:
+        share_attributes(parameter, now[name])
+
+
+def copy_attributes(original: Tensor, other: Tensor) -> None:
+    """Give `other` what user code has set on `original`."""
+    vars(other).update(attributes(original))
+
+
+def attributes(tensor: Tensor) -> dict[str, Any]:
+    """What user code has set on a tensor."""
+    found = {name: value for name, value in vars(tensor).items() if not name.startswith(_OF_TORCH)}
+    if _is_fake(tensor):
+        found = {name: value for name, value in found.items() if name not in _OF_FAKE and "_memo" not in name}
+    return found
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return "fake_mode" in vars(tensor)
+
+
+def copy_module(module: M, memo: dict[int, Any] | None = None) -> M:
+    """A deep copy whose parameters keep what user code has set on them, which torch's copy of a parameter omits."""
+    copied = copy.deepcopy(module, {} if memo is None else memo)
+    for original, other in zip(module.parameters(), copied.parameters(), strict=True):
+        copy_attributes(original, other)
+    return copied
 
 
 def _hooked(named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.checkpoint_state import State, names_of, parameter_names
 from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.absent import Absent, is_here
+from lockstep.strategies.modules.parameter_hooks import share_attributes
 from lockstep.strategies.optimizers.copies import Contents
 from lockstep.strategies.optimizers.exchange import Exchange, Owned, Piece
 from lockstep.strategies.optimizers.hidden_state import HiddenState
@@ -245,6 +246,7 @@ class Owners:
                 stepped: Any = nn.Parameter(_without_memory(parameter), requires_grad=parameter.requires_grad)
             else:
                 stepped = Absent(parameter, name, owner, self._device, is_parameter=True)
+            share_attributes(parameter, stepped)
             self._owned[i] = Owned(parameter, name, pieces[i], owner, stepped)
 
     def _pieces(self, parameters: Sequence[nn.Parameter]) -> dict[int, list[Piece]]:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lockstep.strategies.launch.rng import kept_streams
+from lockstep.strategies.modules.parameter_hooks import attributes
 from lockstep.strategies.optimizers.copies import (
     UnknownOptimizer,
     closure_step,
@@ -112,6 +113,16 @@ def fails_on(
         return _Probe(optimizer).fails_on(cut, around)
 
 
+def reads_attributes(optimizer: Optimizer) -> bool:
+    """Whether `optimizer`, which a probe has found to be elementwise, moves parameters by what user code has set on
+    them (`parameter.lr_scale = 0.1`)."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if is_plain(optimizer) or not any(map(attributes, held)):
+        return False
+    with unset_fake_temporarily(), kept_streams(), torch.enable_grad():
+        return _Probe(optimizer).reads_attributes()
+
+
 class _Probe(Trials):
     # ---- what is tried ---------------------------------------------------------------------------------
 
@@ -137,6 +148,13 @@ class _Probe(Trials):
         if found:
             return Finding("whole_tensor", found, needs_all_groups=empty)
         return Finding("elementwise", "", self._like_pieces(whole, _flat) is True, empty)
+
+    def reads_attributes(self) -> bool:
+        whole = self._first()
+        try:
+            return not _same(whole, self.trial(bare=True))
+        except Exception:
+            return True
 
     def _first(self) -> Trial:
         """The reference, by the first way of calling `step` that works."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.launch.rng import has_drawn, seed_streams, stream_states
+from lockstep.strategies.modules.parameter_hooks import attributes, copy_attributes
 from lockstep.strategies.optimizers.copies import Contents, closure_step, duplicate, make_it_move, plain_step
 
 MAX_DIM = 136
@@ -56,11 +57,12 @@ class Trials:
         changed: Callable[[int, Tensor], Tensor | None] | None = None,
         alone: list[list[int]] | None = None,
         pieces: Callable[[Tensor], list[Tensor]] | None = None,
+        bare: bool = False,
     ) -> Trial:
         """Step a copy.
 
         `changed` gives, by the index of a tensor, the elements whose gradients are others. `alone` says which of the
-        tensors of each group stay. `pieces` cuts tensors.
+        tensors of each group stay. `pieces` cuts tensors. With `bare` these lack what user code has set on them.
         """
         trial = duplicate(self._optimizer, self._memo())
         gradients: dict[int, list[Tensor]] = {}
@@ -71,6 +73,8 @@ class Trials:
             stays: list[Tensor] = []
             for i, tensor in enumerate(chosen):
                 signal = self._signals[index]
+                if bare:
+                    vars(tensor).clear()
                 elements = None if changed is None else changed(index, tensor.detach())
                 if elements is not None:
                     signal = [torch.where(elements, -37.0 * s, s) for s in signal]
@@ -125,7 +129,9 @@ class Trials:
     def _step_shards(self, call: Any, cut: Callable[[Tensor, Tensor], Tensor], around: Any) -> None:
         memo = self._memo()
         for parameter in self._parameters:
-            memo[id(parameter)] = nn.Parameter(cut(memo[id(parameter)].detach(), parameter))
+            small = memo[id(parameter)]
+            memo[id(parameter)] = nn.Parameter(cut(small.detach(), parameter))
+            copy_attributes(small, memo[id(parameter)])
         for tensor in Contents(self._optimizer).tensors:
             if hasattr(tensor, "device_mesh") and id(tensor) in memo:
                 memo[id(tensor)] = cut(memo[id(tensor)], tensor)
@@ -149,6 +155,8 @@ class Trials:
     def _cut(self, duplicate: Optimizer, tensor: Tensor, pieces: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
         """The pieces of a tensor as parameters, with their pieces of its state."""
         cut: list[Tensor] = [nn.Parameter(piece.clone()) for piece in pieces(tensor.detach())]
+        for piece in cut:
+            copy_attributes(tensor, piece)
         entry = duplicate.state.pop(tensor, {})
         for j, piece in enumerate(cut) if entry else ():
             duplicate.state[piece] = {
@@ -174,7 +182,8 @@ class Trials:
         )
 
     def _chosen(self, group: dict[str, Any]) -> list[int]:
-        """Which parameters of a group are tried: the largest and the smallest, and one of each number of dimensions."""
+        """Which parameters of a group are tried: the largest and the smallest, and one of each number of dimensions
+        and with each attribute that user code has set."""
         params = group["params"]
         if not self._trimmed:
             return list(range(len(params)))
@@ -182,7 +191,10 @@ class Trials:
         chosen: list[int] = []
         for dim in dict.fromkeys(params[i].dim() for i in order):
             chosen += [i for i in order if params[i].dim() == dim][:2]
-        return sorted(chosen[:KEPT_PER_GROUP] + [i for i in order[-1:] if i not in chosen[:KEPT_PER_GROUP]])
+        named: dict[str, int] = {}
+        for i in order:
+            named.update(dict.fromkeys(attributes(params[i]).keys() - named.keys(), i))
+        return sorted({*chosen[:KEPT_PER_GROUP], *order[-1:], *named.values()})
 
     def _draw(self, largest: int) -> None:
         """Draw the small tensors and their gradients, once for all trials."""
@@ -225,6 +237,8 @@ class Trials:
         walk = Contents(self._optimizer)
         self._generators = [(each.clone_state(), each.get_state()) for each in walk.generators]
         memo.update({id(each): clone for each, (clone, _) in zip(walk.generators, self._generators, strict=True)})
+        for parameter in self._parameters:  # a copy each, as an optimizer may write to them
+            vars(memo[id(parameter)]).update(copy.deepcopy(_attributes(parameter, largest), memo))
         shapes = {tuple(parameter.shape) for parameter in self._parameters}
         for tensor in walk.tensors:
             if id(tensor) in memo or tensor.numel() <= 1:
@@ -234,6 +248,15 @@ class Trials:
                 small = (small.full_tensor() if hasattr(small, "full_tensor") else small).clone()
                 memo[id(tensor)] = small.double() if small.is_floating_point() else small
         return memo
+
+
+def _attributes(parameter: Tensor, largest: int) -> dict[str, Any]:
+    """What user code has set on a parameter; of a tensor of its shape the part that goes with the small one."""
+    few = tuple(slice(0, largest) for _ in parameter.shape)
+    return {
+        name: value.detach()[few] if isinstance(value, Tensor) and value.shape == parameter.shape else value
+        for name, value in attributes(parameter).items()
+    }
 
 
 def group_numbers(optimizer: Optimizer) -> list[dict[str, Any]]:

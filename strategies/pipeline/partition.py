@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from lockstep.strategies.modules.activation_checkpointing import find_recomputed
 from lockstep.strategies.modules.blocks import Layer, Rule, balance, find_layers, measures
 from lockstep.strategies.modules.call_order import call_order
+from lockstep.strategies.modules.parameter_hooks import copy_module
 
 
 class Cut(NamedTuple):
@@ -249,7 +249,7 @@ def _seconds(layer: Layer, call: tuple[Any, ...] | None, device: torch.device, r
         tensor = tensor.detach().to(device)
         return tensor.requires_grad_() if tensor.is_floating_point() else tensor
 
-    module, times = copy.deepcopy(layer.module).to(device), []
+    module, times = copy_module(layer.module).to(device), []
     for _ in range(repeats):
         args, kwargs = tree_map_only(Tensor, ready, call)
         started = time.perf_counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from lockstep.strategies.data.batch_slices import signature
 from lockstep.strategies.launch.rng import kept_streams
+from lockstep.strategies.modules.parameter_hooks import copy_attributes, copy_module
 from lockstep.strategies.pipeline.fake_tensors import Blank, Mode, Origins, Source, is_fake
 from lockstep.strategies.pipeline.partition import Cut
 
@@ -278,7 +278,7 @@ class ShapeInference:
     def _fake(self, module: nn.Module) -> nn.Module:
         """A copy without data, as if on the device."""
         with FakeCopyMode(self._mode):
-            fake = copy.deepcopy(module, self._mode.copies(module))
+            fake = copy_module(module, self._mode.copies(module))
         moved: dict[int, Tensor] = {}
         with self._mode:
             for child in fake.modules():
@@ -287,11 +287,10 @@ class ShapeInference:
                         if tensor is not None and tensor.device != self._device:
                             if id(tensor) not in moved:
                                 there = tensor.detach().to(self._device)
-                                moved[id(tensor)] = (
-                                    nn.Parameter(there, requires_grad=tensor.requires_grad)
-                                    if isinstance(tensor, nn.Parameter)
-                                    else there
-                                )
+                                if isinstance(tensor, nn.Parameter):
+                                    there = nn.Parameter(there, requires_grad=tensor.requires_grad)
+                                    copy_attributes(tensor, there)
+                                moved[id(tensor)] = there
                             holder[name] = moved[id(tensor)]  # type: ignore[assignment]
         return fake
 

@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from lockstep.strategies.mesh.axes import sum_gradients_of, unshardable
 from lockstep.strategies.mesh.structure import Structure
 from lockstep.strategies.modules.model_changes import shortened
+from lockstep.strategies.modules.parameter_hooks import keeping_attributes, share_attributes
 from lockstep.strategies.pipeline.stage_run import Stage
 from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.sync.collectives import local
@@ -41,7 +42,8 @@ class Shards:
         that fully_shard cannot shard."""
         ignored = {p for p in self.whole if isinstance(p, nn.Parameter)}
         for module in (*self._layers, *self._stages):  # the stage last: it is the root of its layers
-            fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
+            with keeping_attributes(module):
+                fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
             sum_gradients_of(module)
         self.gathered = False
         """Whether parameters are whole at the moment, and gradients those of this rank."""
@@ -62,6 +64,8 @@ class Shards:
         for module in (*self._stages, *self._layers):  # the root first: it makes itself known to the layers
             module.unshard()  # type: ignore[operator]
         self._pairs = [*zip(sharded, (p for layer in self._layers for p in layer.parameters()), strict=True)]
+        for shard, whole in self._pairs:
+            share_attributes(shard, whole)
         self._held = {id(p): (p.data_ptr(), p._version, local(s)) for s, p in self._pairs}
 
     def follow_trainability(self) -> None:

@@ -15,6 +15,7 @@ from lockstep.strategies.base import Topology
 from lockstep.strategies.checkpoint_state import State
 from lockstep.strategies.mesh.mesh import PipelineRanks
 from lockstep.strategies.modules.absent import Absent, is_here
+from lockstep.strategies.modules.parameter_hooks import copy_attributes, share_attributes
 from lockstep.strategies.pipeline.partition import Cut, holding_stages
 from lockstep.strategies.sync.collectives import own_group, sum_gradients
 
@@ -89,7 +90,7 @@ class StageTensors:
 
         Others, outside of the pipelined module or buffers beside layers, are on every rank.
         """
-        stage_by_id = {id(lost.absent): lost.absent.stage for lost in self._lost} | self._stages_of_layers()
+        stage_by_id = {id(lost.absent): lost.absent.absent_stage for lost in self._lost} | self._stages_of_layers()
         stage_by_id.update((id(shell._parameters[name]), 0) for shell, name in self.beside_layers)
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
         return [(name, t, self._rank_of[stage_by_id[id(t)]]) for name, t in named if id(t) in stage_by_id]
@@ -140,6 +141,7 @@ class StageTensors:
             if id(value) not in made:
                 path = f"{paths[module]}.{name}" if paths[module] else name
                 made[id(value)] = Absent(value, path, stage, self._device, is_parameter)
+                share_attributes(value, made[id(value)])
             unsaved = value if name in module._non_persistent_buffers_set else None
             self._lost.append(_Lost(module, name, unsaved, made[id(value)]))
         for lost in self._lost:
@@ -164,19 +166,20 @@ class StageTensors:
         parameters: dict[Absent, nn.Parameter] = {}
         for lost in self._lost:
             if not lost.absent._is_param:
-                _put(lost, values.get(lost.absent.path, lost.value))
+                _put(lost, values.get(lost.absent.absent_path, lost.value))
                 continue
             if lost.absent not in parameters:
-                whole = nn.Parameter(values[lost.absent.path], requires_grad=lost.absent.requires_grad)
+                whole = nn.Parameter(values[lost.absent.absent_path], requires_grad=lost.absent.requires_grad)
+                copy_attributes(lost.absent, whole)
                 parameters[lost.absent] = whole
             _put(lost, parameters[lost.absent])
         self._model.load_state_dict(dict(values), strict=False)
 
     def _make_plain(self, values: Mapping[str, Tensor]) -> None:
-        whole = {
-            id(p): nn.Parameter(values[name], requires_grad=p.requires_grad)
-            for name, p in self._model.named_parameters()
-        }
+        whole: dict[int, nn.Parameter] = {}
+        for name, p in self._model.named_parameters():
+            whole[id(p)] = nn.Parameter(values[name], requires_grad=p.requires_grad)
+            copy_attributes(p, whole[id(p)])
         for module in self._model.modules():
             module._parameters.update(
                 {name: None if p is None else whole[id(p)] for name, p in module._parameters.items()}
@@ -291,6 +294,7 @@ def whole(wrapped: Staged, group: dist.ProcessGroup | None, optimizers: Iterable
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
             value.grad = gradient
+        share_attributes(tensor, value)
         made[id(tensor)] = tensor, value
     _exchange(model, optimizers, {key: value for key, (_, value) in made.items()})
     hooks = [] if wrapped.shards is None else take_hooks(model)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES
+from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES, copy_attributes
 from lockstep.strategies.planning.known import mode_of
 from lockstep.strategies.planning.trial_mode import TrialMode
 from lockstep.strategies.planning.user_code import ValueUnknownError, user_line
@@ -83,7 +83,9 @@ def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     if not isinstance(made, FakeTensor):  # a small one, which the mode leaves real
         made = mode.from_tensor(made)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        parameter = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        copy_attributes(tensor, parameter)
+        return parameter
     return made.requires_grad_(tensor.requires_grad)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from lockstep.strategies.modules.parameter_hooks import copy_module
 from lockstep.strategies.modules.side_effect_free import side_effect_free
 
 
@@ -26,7 +27,7 @@ class FirstCall:
         """`module` is still whole. Raises ValueError if it cannot be copied."""
         self._name, self._layers = name, layers
         try:
-            self._whole = copy.deepcopy(module)
+            self._whole = copy_module(module)
         except Exception as error:
             raise ValueError(
                 f"the automatic plan shards {', '.join(layers)} and compares {name} with a copy, which cannot be made "

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.methods.parameter_server.layout import Layout
 from lockstep.strategies.methods.parameter_server.schedule import Arrival, Record
+from lockstep.strategies.modules.parameter_hooks import share_attributes
 from lockstep.strategies.optimizers.copies import duplicate
 from lockstep.strategies.optimizers.numbers import put
 from lockstep.strategies.sync.collectives import clip_values
@@ -283,7 +284,10 @@ class Host:
 def _own(tensor: Tensor) -> Tensor:
     """A tensor of the server's: a copy, in the CPU's memory."""
     value = tensor.detach().to("cpu", copy=True)
-    return nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    share_attributes(tensor, value)
+    return value
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
