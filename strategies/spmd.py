@@ -335,6 +335,12 @@ class SPMDStrategy(SPMDStep):
         if self.precision.scaler is not None:
             if self._scaler_used:
                 self._update_scaler()
+            if self._looks and self._unscaled and optimizers:
+                raise RuntimeError(
+                    "a checkpoint was to be saved between clip_gradients and optimizer.step of manual optimization, "
+                    "but precision='16-mixed' has taken its scale out of these gradients, which a checkpoint does not "
+                    "say; clip in the batch that steps, or use 'bf16-mixed'"
+                )
             state.meta["scaler"] = self.precision.scaler.state_dict()
         extra = self.extra_state(wrapped)
         if extra:

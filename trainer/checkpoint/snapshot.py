@@ -24,7 +24,7 @@ from lockstep.trainer.checkpoint import convert, rank_state, schema, store
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from lockstep.trainer.hparams import Namespace, restored
 from lockstep.trainer.lightning_names import nearest
-from lockstep.trainer.run import hook_content, publish
+from lockstep.trainer.run import hook_content, manual, publish
 from lockstep.trainer.run.hook_content import HookContent, SavedWeights, facts_of
 from lockstep.trainer.setup import frozen, resume
 
@@ -50,7 +50,8 @@ def save(
     """Write a checkpoint of the run at `path`; without `wait` return once it is copied. Every rank calls it, at the
     same place."""
     strategy = run.strategy
-    gathered = strategy.state_dict(run.wrapped, {**run.optimizers, **run.parameter_states})
+    kept_now = manual.kept_gradients(module)
+    gathered = strategy.state_dict(run.wrapped, {**run.optimizers, **run.parameter_states, **kept_now})
     extra = added_by_hooks(run, module, gathered, run.hooks.on_save_checkpoint)
     tensors, mine = gathered.tensors, strategy.topology.rank == 0
     kept: dict[str, TensorShard] = tensors if mine else {}  # what all ranks hold alike, rank 0 writes
@@ -71,7 +72,9 @@ def save(
         "rank_state": mine_alone,
         "broadcast": strategy.broadcast,
         "finite": trained
-        | {name for name in tensors if name.startswith("optimizer/")},  # not buffers: a mask may hold -inf
+        | {  # not buffers: a mask may hold -inf, nor gradients, which are checked when they are stepped with
+            name for name in tensors if name.startswith("optimizer/") and manual.GRADIENTS not in name
+        },
         "also": also,
         "outdated": outdated,
     }
@@ -220,6 +223,8 @@ def restore_optimizers(run: RunState, checkpoint: Checkpoint) -> None:
     state, read = checkpoint.state, checkpoint.read
     with refused(checkpoint.path):
         beside = _saved_beside(run, checkpoint)
+        if run.module is not None:
+            beside |= manual.drop_gradients(run.module, state["strategy"]["optimizers"])
         frozen.check(checkpoint, run.strategy, run.wrapped)
         run.strategy.load_state_dict(run.wrapped, {**run.optimizers, **beside}, checkpoint)
         if len(state["schedulers"]) != len(run.schedulers):
