@@ -35,7 +35,8 @@ class PredictionWriter(Callback):
     same name from an earlier run is replaced once the new one is complete. A run that fails removes what its ranks had
     written; what a killed one leaves (hidden files) is removed by the next.
 
-    Raises TypeError for outputs of another kind and ValueError for shapes that differ between batches, by name.
+    Raises TypeError for outputs of another kind and ValueError for keys, shapes or dtypes that differ between batches
+    or ranks, by name; then no file of an earlier run is replaced.
 
     Args:
         output_dir: Folder to write to; None takes `predictions` in the run's folder.
@@ -80,6 +81,12 @@ class PredictionWriter(Callback):
                 "the tensors that predict_step returns must have the samples of the batch as first dimension, but they "
                 f"have the shapes { {name: list(value.shape) for name, value in outputs.items()} }"
             )
+        before = {name for index, name in self._columns if index == dataloader_idx}
+        if dataloader_idx in self._rows and before != outputs.keys():
+            raise ValueError(
+                f"predict_step returned {sorted(outputs)} for batch {batch_idx}, but {sorted(before)} for those "
+                "before; return the same keys for every batch"
+            )
         for name, value in outputs.items():
             self._append(dataloader_idx, name, value)
         self._rows.setdefault(dataloader_idx, []).append((batch_idx, next(iter(rows.values())) or 0))
@@ -90,8 +97,12 @@ class PredictionWriter(Callback):
             columns = [[index, name, *column] for (index, name), column in self._columns.items()]
             self._part(0, "layout").write_text(json.dumps({"columns": columns, "rows": self._rows}))
         trainer.strategy.barrier()
+        layouts = _layouts(self._folder, trainer.strategy.topology.data_size) if trainer.is_global_zero else []
+        problem = trainer.strategy.broadcast(_difference(layouts))
+        if problem is not None:
+            raise ValueError(problem)
         if trainer.is_global_zero:
-            _merge(self._folder, trainer.strategy.topology.data_size)
+            _merge(self._folder, layouts)
         self._is_open = False
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
@@ -129,9 +140,35 @@ class PredictionWriter(Callback):
         return super().__getstate__() | {"_files": {}, "_columns": {}, "_rows": {}}
 
 
-def _merge(folder: Path, ranks: int) -> None:
+def _layouts(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """By rank the columns and rows that it has written."""
+    return [json.loads((folder / f".0.layout.rank-{rank}").read_text()) for rank in range(ranks)]
+
+
+def _difference(layouts: list[dict[str, Any]]) -> str | None:
+    """What of the columns is not the same on all ranks that have rows of a loader; None if all is."""
+    first: dict[int, tuple[int, dict[str, Any]]] = {}
+    for rank, layout in enumerate(layouts):
+        for loader in sorted({column[0] for column in layout["columns"]}):
+            mine = {name: (kind, shape) for index, name, kind, shape in layout["columns"] if index == loader}
+            other, theirs = first.setdefault(loader, (rank, mine))
+            if mine.keys() != theirs.keys():
+                return (
+                    f"predict_step returned {sorted(theirs)} on rank {other}, but {sorted(mine)} on rank {rank}; "
+                    "return the same keys for every batch"
+                )
+            for name, column in mine.items():
+                if column != theirs[name]:
+                    return (
+                        f"predict_step returned {name} with rows of {theirs[name]} on rank {other}, but of {column} on "
+                        f"rank {rank}, which has other samples of the same batches; pad them to one shape of one dtype"
+                    )
+    return None
+
+
+def _merge(folder: Path, layouts: list[dict[str, Any]]) -> None:
     """Make one file of each column out of the ranks' parts: batch 0 of each rank in order, then batch 1."""
-    layouts = [json.loads((folder / f".0.layout.rank-{rank}").read_text()) for rank in range(ranks)]
+    ranks = len(layouts)
     columns = {(index, name): (kind, shape) for layout in layouts for index, name, kind, shape in layout["columns"]}
     several = len({index for index, _ in columns}) > 1
     for (index, name), (kind, shape) in columns.items():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.callbacks import PredictionWriter
 from tests.trainer.toy import Net, data, loader, quiet
@@ -90,6 +90,12 @@ def test_several_loaders_and_a_second_run(tmp_path: Path) -> None:
         (lambda x, i: {"a": x, "b": x[1:]}, ValueError, "must have the samples of the batch"),
         (lambda x, i: x[:, : i + 1], ValueError, "pad them to one shape"),
         (lambda x, i: {"../a": x}, ValueError, "cannot be a file name"),
+        (
+            lambda x, i: {"a": x} | ({"b": x} if i else {}),
+            ValueError,
+            r"returned \['a', 'b'\] for batch 1, but \['a'\]",
+        ),
+        (lambda x, i: {"a": x} | ({} if i else {"b": x}), ValueError, "return the same keys for every batch"),
     ],
 )
 def test_what_cannot_be_written_is_named(outputs: Any, error: Any, message: str, tmp_path: Path) -> None:
@@ -100,6 +106,25 @@ def test_what_cannot_be_written_is_named(outputs: Any, error: Any, message: str,
     with pytest.raises(error, match=message):
         quiet(callbacks=[PredictionWriter(tmp_path)]).predict(Odd(), loader())
     assert not list(tmp_path.iterdir())
+
+
+class Padded(Net):
+    """Rows as long as the longest sample of the rank's part of the batch."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch[0][:, : int(batch[0][:, 0].max())]
+
+
+@pytest.mark.ranks
+def test_rows_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
+    np.save(tmp_path / "predictions.npy", np.zeros(3))
+    rows = torch.tensor([8, 5, 6, 7, 3, 2, 3, 1]).view(8, 1).expand(8, 8)
+    options: dict[str, Any] = {"devices": 2, "accelerator": "cpu", "split_batches": True}
+    with pytest.raises(ValueError, match=r"\[8\]\) on rank 0, but of \('<f4', \[3\]\) on rank 1.*; pad them"):
+        quiet(callbacks=[PredictionWriter(tmp_path)], **options).predict(
+            Padded(), DataLoader(TensorDataset(rows.float()), batch_size=8), return_predictions=False
+        )
+    assert np.array_equal(np.load(tmp_path / "predictions.npy"), np.zeros(3))  # of an earlier run
 
 
 class FailsLate(Predicts):
