@@ -38,6 +38,7 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
         "rng": pack(streams, f"{folder}/rng", tensors),
         "sums": sums,
         "loader": pack(run.train_dataloader.state_dict(), f"{folder}/loader", tensors),
+        **({"stop": True} if run.stop_is_pending else {}),
         **({} if run.shares is None else {"shares": run.shares.save(folder, tensors)}),
         "torchmetrics": {}
         if run.shares is not None
@@ -55,6 +56,7 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
     """Continue with what this rank had saved; on another layout, with its share of what all ranks had."""
     strategy, read = run.strategy, checkpoint.read
     saved = [checkpoint.rank_state(rank) or {} for rank in range(checkpoint.world_size)]
+    run.asked_to_stop = any(rank_state.get("stop") is True for rank_state in saved)
     mine = saved[strategy.topology.rank] if strategy.topology.rank < len(saved) else {}
     if run.shares is not None:
         counted = [rank_state for rank_state in saved if rank_state["reports"]]

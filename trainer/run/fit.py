@@ -132,8 +132,10 @@ def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, It
             prepare.change_accumulation(run, loop)
     prepare.follow_dataset(run, loop)
     stop = saving.agree_to_stop(run)
+    run.should_stop, run.asked_to_stop = run.should_stop or run.asked_to_stop, False
     if loop.val_every is not None and _validation_is_due(run, loop):  # the resumed checkpoint was saved just before it
         _validate(run, module, loop)
+        stop = saving.agree_to_stop(run)
     return stop, loop.train_loader.windows(progress.current_epoch, progress.samples_seen, loop.limit)
 
 
@@ -177,7 +179,7 @@ def finish_window(
         loop.publishes = False
     elif run.strategy.ranks_meet and loop.windows_seen == 1:
         publish.preview(run)
-    last, run.window_is_open = window.micro_batches[-1], False
+    last, run.window_is_open, run.stop_was_voted = window.micro_batches[-1], False, result.stop == 1
     set_phase(progress.global_step, CALLBACKS)
     run.validation_follows = bool(loop.val_loaders) and _validation_follows(run, loop)
     ends = hooks.on_train_batch_end if window.num_shares <= 1 else end_shares(run, module, window, streams)
@@ -349,9 +351,8 @@ def _close_epoch(run: RunState, module: Module, loop: FitLoop) -> None:
     if not progress.epoch_closed:
         for hook in hooks.module_train_epoch_end:
             evaluate.call_at_epoch_end(run, hook, "on_train_epoch_end")
-        publish.publish(
-            run, metrics.reduce(run.strategy, epoch_end=True)
-        )  # the callbacks decide by what the module logged
+        # The callbacks decide by what the module logged.
+        publish.publish(run, metrics.reduce(run.strategy, epoch_end=True))
         progress.epoch_closed = True
         for hook in hooks.on_train_epoch_end:
             evaluate.call_at_epoch_end(run, hook, "on_train_epoch_end")

@@ -166,7 +166,7 @@ def open_run(
 def _start(run: RunState, module: Module, stage: str) -> None:
     """Seed the streams."""
     run.module, run.stage, run.reporting_ranks = module, stage, None
-    run.should_stop = run.window_is_open = run.manually_stepped = False
+    run.should_stop = run.asked_to_stop = run.window_is_open = run.manually_stepped = False
     run.streams.clear()
     given = run.arguments.seed
     if given is not None:

@@ -165,6 +165,11 @@ class RunState:
     batch_share: float = 1.0
     """Samples of the running micro-batch over those of its accumulation window on all ranks."""
     sanity_checking: bool = False
+    stop_was_voted: bool = False
+    """In hooks at the end of a step: whether the ranks knew in it that one asks to stop."""
+    asked_to_stop: bool = False
+    """Whether the checkpoint that is resumed holds `should_stop` of a run that was still to come to it; from its first
+    step on this run asks so too."""
     validation_follows: bool = False
     """In `on_train_batch_end`: whether the current weights are validated before another step."""
 
@@ -183,6 +188,16 @@ class RunState:
     @property
     def loggers(self) -> list[Logger]:
         return [item for item in self.callbacks if isinstance(item, Logger)]
+
+    @property
+    def stop_is_pending(self) -> bool:
+        """Whether this rank asks to stop and a step is still to follow, for `min_epochs` and `min_steps` or since the
+        ranks do not know yet. Where training ends at once, a resumed run continues it."""
+        progress, arguments = self.progress, self.arguments
+        epochs = progress.current_epoch + progress.epoch_validated  # in whose end hooks are asked before it counts
+        due = epochs >= (arguments.min_epochs or 0) and progress.global_step >= (arguments.min_steps or 0)
+        in_step = (self.metrics.in_batch and self.evaluating is None) or self.signals.number > 0
+        return self.should_stop and (not due or (in_step and not self.stop_was_voted))
 
     def windows_in(self, epoch: int) -> int:
         """Accumulation windows of an epoch, if the loader's length is known."""
