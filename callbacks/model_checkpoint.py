@@ -125,7 +125,7 @@ class ModelCheckpoint(Callback):
         self._fitting = self._ended = False
         self._saving: tuple[str, dict[str, Tensor]] | None = None  # the path saved last, and what was kept before
         self._warnings: set[str] = set()  # given already
-        self._moved_from: str | None = None  # dirpath of the run that was resumed, until paths are found again
+        self._moved_from: str | None = None  # dirpath of the run before this one, until paths are found again
         self._considered_step = 0  # the last step that was checked, saved or not
         self._waits_at = self._ends_at = -1  # the step whose save waits for its validation, or its epoch's end
         self._seen_step = 0  # global_step at the last batch end
@@ -187,9 +187,12 @@ class ModelCheckpoint(Callback):
         self._fitting = stage == "fit" and not trainer.arguments.fast_dev_run
         if not self._fitting:
             return
-        self.dirpath = self._given_dirpath or os.path.abspath(
-            os.path.join(trainer.log_dir or trainer.arguments.default_root_dir, "checkpoints")
+        before, self.dirpath = (
+            self.dirpath,
+            self._given_dirpath
+            or os.path.abspath(os.path.join(trainer.log_dir or trainer.arguments.default_root_dir, "checkpoints")),
         )
+        self._moved_from = self._moved_from or (None if before == self.dirpath else before)
         if trainer.is_global_zero:
             make_writable(self.dirpath)
 
@@ -390,9 +393,8 @@ class ModelCheckpoint(Callback):
 
         paths = [*self.best_k_models, self.last_model_path]
         *found, last = trainer.strategy.broadcast([find(path) if path else "" for path in paths])
-        self.best_k_models = {
-            path: score for path, score in zip(found, self.best_k_models.values(), strict=True) if path
-        }
+        kept = zip(found, self.best_k_models.values(), strict=True)
+        self.best_k_models = {path: score for path, score in kept if path}
         self.last_model_path = last if os.path.dirname(last) == self.dirpath else ""
 
 

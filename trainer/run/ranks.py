@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lockstep.callbacks.base import Logger
+from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.strategies.launch import launcher, restart
 from lockstep.trainer.checkpoint import store
 from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError
@@ -144,6 +145,8 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
     module.load_state_dict(result["weights"], assign=any(p.is_meta for p in module.parameters()))
     run.progress.load_state_dict(result["progress"])
     for item, state in zip(run.callbacks, result["callbacks"], strict=True):
+        if isinstance(item, ModelCheckpoint):
+            item.dirpath = None  # by default that of this run, not of the fit before
         if state is not None or not isinstance(item, Logger):
             publish.load_state_of(run, item, state)
     for owner, attributes in zip(_owners(run, module), result["attributes"], strict=True):

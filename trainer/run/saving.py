@@ -183,9 +183,9 @@ def newest(run: RunState) -> store.Checkpoint | None:
 def folder_of(run: RunState) -> str:
     """Where this run's checkpoints lie."""
     callback = run.checkpoint_callback
-    if callback is not None and callback.dirpath:
-        return str(callback.dirpath)
-    return str(Path(run.log_dir or run.arguments.default_root_dir) / "checkpoints")
+    if callback is not None and callback._given_dirpath:
+        return callback._given_dirpath
+    return os.path.abspath(Path(run.log_dir or run.arguments.default_root_dir) / "checkpoints")
 
 
 def interrupted(run: RunState) -> BaseException:

@@ -127,3 +127,26 @@ def test_callbacks_can_be_copied_while_a_run_is_on(tmp_path: Path) -> None:
     )
     trainer.fit(net(), loader(32), loader(8))
     assert trainer.global_step == 4
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_second_fit_saves_into_the_folder_of_its_own_version(tmp_path: Path, devices: int) -> None:
+    saver, module = ModelCheckpoint(save_last=True), net()
+    trainer = Trainer(
+        max_epochs=1,
+        devices=devices,
+        accelerator="cpu",
+        callbacks=[saver],
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_progress_bar=False,
+    )
+    folders = [tmp_path / "Net" / f"version_{i}" / "checkpoints" for i in (0, 1)]
+    trainer.fit(module, loader(16))
+    trainer.validate(module, loader(16), verbose=False)
+    assert saver.dirpath == str(folders[0])
+    trainer.max_epochs = 2
+    trainer.fit(module, loader(16))
+    assert (saver.dirpath, saver.last_model_path) == (str(folders[1]), str(folders[1] / "last"))
+    steps = [Checkpoint.open(folder / "last").global_step for folder in folders]
+    assert steps[1] == trainer.global_step == 2 * steps[0]
