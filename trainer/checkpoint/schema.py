@@ -46,6 +46,9 @@ def fault(checkpoint: Checkpoint) -> str | None:
         _WINDOWS["accumulate"](accumulation.get(k)) for k in ("at_start", "now")
     ):
         return "state.json has no valid accumulation"
+    for key in ("logged_metrics", "progress_bar_metrics"):  # as there
+        if not _is_dict(state.get(key, {}), is_number):
+            return f"state.json has no valid {key}"
     for part, whole in (
         ("batches_seen", "total_batches"),
         ("samples_seen", "total_samples"),

@@ -122,6 +122,8 @@ def _shared_state(
         "hyperparameters_name": module.hparams_name,
         "hyperparameters_unsaved": module.unsaved_hparams,
         "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
+        "logged_metrics": {name: float(value) for name, value in run.logged_metrics.items()},
+        "progress_bar_metrics": {name: float(value) for name, value in run.progress_bar_metrics.items()},
         "windows": run.train_dataloader.plan,
         "virtual_ranks": run.strategy.virtual_ranks if run.strategy.capabilities.exact else 0,
         "accumulation": {"at_start": run.accumulation_at_start, "now": run.accumulate_grad_batches},
@@ -146,6 +148,8 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
         for name, value in state["metrics"].items():
             run.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
             run.measured_at[name] = run.progress.global_step
+        for shown, key in ((run.logged_metrics, "logged_metrics"), (run.progress_bar_metrics, "progress_bar_metrics")):
+            shown.update({n: torch.tensor(value, dtype=torch.float64) for n, value in state.get(key, {}).items()})
 
         rank_state.restore(run, module, checkpoint)
 

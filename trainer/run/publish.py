@@ -44,14 +44,15 @@ def show(run: RunState, reduced: Iterable[Reduced]) -> None:
 
 
 def preview(run: RunState) -> None:
-    """Show the progress bar what the run's first step has logged, before the first interval ends.
+    """Show the progress bar what the run's first step has logged, before the first interval ends, but for what a
+    resumed run has shown already.
 
     Every rank calls it. Callbacks and loggers see nothing of it, and the interval's sums stay as they are.
     """
     if not any(isinstance(item, ProgressBar) for item in run.callbacks):
         return
     for name, number, entry in run.metrics.preview(run.strategy):
-        if entry.prog_bar:
+        if entry.prog_bar and (run.resumed is None or name not in run.progress_bar_metrics):
             run.progress_bar_metrics[name] = torch.tensor(number, dtype=torch.float64)
 
 

@@ -1,0 +1,80 @@
+"""What a Trainer shows, and what was asked of it, continue in a resumed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import Trainer
+from lockstep.callbacks import Callback
+from tests.trainer.toy import Net, equal, loader, net, quiet, weights
+
+
+class Ask(Callback):
+    """Asks to stop after step `at`."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == self.at:
+            trainer.should_stop = True
+
+
+class Save(Callback):
+    def __init__(self, path: Path, at: int) -> None:
+        self.path, self.at = str(path), at
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == self.at:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "saved", "ends", "options"),
+    [
+        (2, 4, 6, {"min_epochs": 2}),
+        (2, 3, 6, {"min_epochs": 2}),
+        (2, 4, 5, {"min_steps": 5}),
+        (4, 4, 5, {}),
+        (3, 3, 3, {}),
+    ],
+)
+def test_a_request_to_stop_outlives_the_run(
+    asked: int, saved: int, ends: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """An epoch has 3 steps. Between the steps of an epoch a request takes effect one step later."""
+    runs = []
+    for path, callbacks in ((None, [Ask(asked), Save(tmp_path / "ck", saved)]), (tmp_path / "ck", [])):
+        trainer, module = quiet(max_epochs=5, seed=0, callbacks=callbacks, **options), net()
+        trainer.fit(module, loader(24, shuffle=True), ckpt_path=path)
+        runs.append((trainer.global_step, weights(module)))
+    assert runs[0][0] == runs[1][0] == ends
+    assert equal(runs[0][1], runs[1][1])
+
+
+def test_a_run_that_has_stopped_is_continued(tmp_path: Path) -> None:
+    quiet(max_epochs=2, callbacks=[Ask(1), Save(tmp_path / "ck", 2)]).fit(net(), loader(24))
+    resumed = quiet(max_epochs=2)
+    resumed.fit(net(), loader(24), ckpt_path=tmp_path / "ck")
+    assert resumed.global_step == 6
+
+
+class LogsOnce(Net):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 0:
+            self.log("first", 1.0, prog_bar=True)
+
+
+def test_metrics_of_loggers_and_of_the_progress_bar_come_back(tmp_path: Path) -> None:
+    shown = []
+    for path, callbacks in ((None, [Save(tmp_path / "ck", 4)]), (tmp_path / "ck", [])):
+        trainer = quiet(max_epochs=2, seed=0, log_every_n_steps=2, callbacks=callbacks)
+        torch.manual_seed(0)
+        trainer.fit(LogsOnce(), loader(24), ckpt_path=path)
+        shown.append((trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics))
+    assert shown[0] == shown[1]
+    assert "first" in shown[1][1] and "first" in shown[1][2]
