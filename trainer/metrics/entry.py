@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ class Entry:
         "count",
         "epoch_count",
         "epoch_value",
+        "given",
         "logger",
         "metric",
         "name",
@@ -58,6 +61,7 @@ class Entry:
         if reduce_fx in ("mean", "sum"):
             self.start = ExactSum() if exact else 0.0
         self.no_count: Any = ExactSum() if exact else 0.0
+        self.given: tuple[Any, ...] | None = None  # the flags of `self.log` as they were given last
         self.metric: Any = None
         self.by_hand = False  # logged outside of batches: a rank's value weighs the samples that it has seen
         self.total: Tensor | None = None  # what tensors added since the last reduction, on their device
@@ -108,6 +112,19 @@ class Entry:
         if len(self._waiting) >= MOST_WAITING:
             _ = self.number
 
+    def check_flags(self, given: tuple[Any, ...]) -> None:
+        """Raise ValueError where `self.log` is given other flags for this name than before; in a resumed run the first
+        ones stand for those of the saved one."""
+        names = ("reduce_fx", "on_step", "on_epoch", "prog_bar", "logger", "rank_zero_only")
+        for name, now, held in zip(names, given, self.flags(), strict=True) if self.given is not None else ():
+            now = reduction_of(self.name, now) if name == "reduce_fx" else now
+            if now is not None and bool(now != held):
+                raise ValueError(
+                    f"self.log({self.name!r}) was given {name}={now!r}, but {name}={held!r} before, and a name has one "
+                    "of each; log it alike each time, or under another name"
+                )
+        self.given = given
+
     def flags(self) -> list[Any]:
         return [self.reduce_fx, self.on_step, self.on_epoch, self.prog_bar, self.logger, self.rank_zero_only]
 
@@ -125,6 +142,58 @@ class Reduced(NamedTuple):
     value: float
     entry: Entry
     """What it was logged as."""
+
+
+def reduction_of(name: str, reduce_fx: Any) -> str:
+    """The key in `COMBINE` of what `self.log` was given. Raises ValueError for another one."""
+    reduction = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    reduction = "mean" if reduction == "avg" else reduction
+    if reduction not in COMBINE:
+        raise ValueError(
+            f"reduce_fx of self.log({name!r}) must be 'mean', 'sum', 'max' or 'min', but reduce_fx={reduce_fx!r}"
+        )
+    return reduction
+
+
+def weight_of(name: str, batch_size: Any) -> float:
+    """`batch_size` of `self.log`, which may be a tensor. Raises ValueError for other values."""
+    try:
+        weight = math.nan if isinstance(batch_size, str) else float(batch_size)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        weight = math.nan
+    if not 0.0 <= weight < math.inf:
+        raise ValueError(
+            f"batch_size of self.log({name!r}) must be a finite number from 0, as the weight of the value in its mean, "
+            f"but batch_size={batch_size!r:.60}"
+        )
+    return weight
+
+
+def number_of(name: str, value: Any) -> float:
+    """A number as a float. Raises TypeError or ValueError for other values."""
+    if not isinstance(value, (float, int, Number)):
+        raise not_a_number(name, type(value).__name__)
+    if isinstance(value, complex):
+        raise is_complex(name)
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        raise ValueError(
+            f"self.log({name!r}) got a number that is too large for a float; log its logarithm, as by math.log2"
+        ) from None
+
+
+def not_a_number(name: str, kind: str) -> TypeError:
+    return TypeError(
+        f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got {kind}"
+    )
+
+
+def is_complex(name: str) -> TypeError:
+    return TypeError(
+        f"self.log({name!r}) takes a real number, but got a complex one; log its abs(), or its real and imaginary part "
+        "under names of their own"
+    )
 
 
 def is_metric(value: Any) -> bool:

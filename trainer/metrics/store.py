@@ -19,7 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.trainer.metrics import reduction
-from lockstep.trainer.metrics.entry import COMBINE, Entry, Reduced, is_metric, of_two_kinds, too_late
+from lockstep.trainer.metrics.entry import (
+    Entry,
+    Reduced,
+    is_complex,
+    is_metric,
+    not_a_number,
+    number_of,
+    of_two_kinds,
+    reduction_of,
+    too_late,
+    weight_of,
+)
 from lockstep.trainer.metrics.exact import ExactSum, saved_count, saved_sum
 from lockstep.trainer.metrics.part import Part
 
@@ -91,10 +102,13 @@ class MetricStore:
             return
         if self.suffix and add_dataloader_idx:
             name += self.suffix
-        entry = self.entries.get(name)
+        entry, given = self.entries.get(name), (reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only)
         if entry is None:
             entry = self._add(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
+            entry.given = given
             entry.by_hand = not self.in_batch and batch_size is None
+        elif entry.given != given:
+            entry.check_flags(given)
         if entry.metric is not None:
             if not is_metric(value):
                 raise of_two_kinds(name)
@@ -102,10 +116,12 @@ class MetricStore:
             value = getattr(value, "_forward_cache", None) if entry.on_step else None
             if value is None:
                 return
-        weight = 1.0
-        if entry.reduce_fx == "mean":
-            weight = self.weight if batch_size is None else float(batch_size)  # a tensor cannot be saved
-            if self.is_ambiguous and self.in_batch and batch_size is None:
+        weight = 1.0 if batch_size is None else weight_of(name, batch_size)
+        if entry.reduce_fx != "mean":
+            weight = 1.0
+        elif batch_size is None:
+            weight = self.weight
+            if self.is_ambiguous and self.in_batch:
                 raise ValueError(
                     f"self.log({name!r}) cannot weigh a mean over a batch that does not show how many samples its "
                     "collate function left in it; give batch_size="
@@ -121,6 +137,8 @@ class MetricStore:
     def _count(self, entry: Entry, value: Any, weight: float) -> None:
         """Add a number, or a tensor of one element, to the sum of `entry`."""
         if isinstance(value, Tensor):
+            if value.is_complex():
+                raise is_complex(entry.name)
             if value.numel() != 1:
                 raise ValueError(
                     f"self.log({entry.name!r}) takes one number, but got a tensor of shape {list(value.shape)}; log "
@@ -137,12 +155,7 @@ class MetricStore:
             value = value.item()
         elif is_metric(value):
             raise of_two_kinds(entry.name)
-        elif not isinstance(value, (float, int, Number)):
-            raise TypeError(
-                f"self.log({entry.name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got "
-                f"{type(value).__name__}"
-            )
-        entry.add(float(value), weight)
+        entry.add(value if type(value) is float else number_of(entry.name, value), weight)
         entry.count += weight
 
     def _log_on_device(self, entry: Entry, value: Tensor, weight: float) -> None:
@@ -335,16 +348,8 @@ class MetricStore:
             )
         counts_itself = is_metric(value)
         if not counts_itself and not isinstance(value, (Tensor, Number)):
-            raise TypeError(
-                f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got "
-                f"{type(value).__name__}"
-            )
-        reduction = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
-        reduction = "mean" if reduction == "avg" else reduction
-        if reduction not in COMBINE:
-            raise ValueError(
-                f"reduce_fx of self.log({name!r}) must be 'mean', 'sum', 'max' or 'min', but reduce_fx={reduce_fx!r}"
-            )
+            raise not_a_number(name, type(value).__name__)
+        reduction = reduction_of(name, reduce_fx)
         if on_step is None:
             on_step = self.in_batch and self.training
         if on_epoch is None:

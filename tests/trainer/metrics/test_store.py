@@ -376,6 +376,10 @@ def test_ranks_that_log_other_names_in_evaluation_are_named() -> None:
             {"reduce_fx": "median"},
             "reduce_fx of self.log\\('x'\\) must be 'mean', 'sum', 'max' or 'min', but reduce_fx='median'",
         ),
+        (1j, {}, "takes a real number, but got a complex one; log its abs"),
+        (torch.tensor(1j), {}, "takes a real number, but got a complex one; log its abs"),
+        (10**400, {}, "a number that is too large for a float; log its logarithm"),
+        *((1.0, {"batch_size": size}, "batch_size of self.log\\('x'\\) must be") for size in ("a", -1, float("nan"))),
         (1.0, {"prog_barr": True}, "unexpected keyword argument 'prog_barr'"),
     ],
 )
@@ -391,6 +395,24 @@ def test_wrong_values(value: Any, options: dict[str, Any], message: str, later: 
 
     with pytest.raises((TypeError, ValueError), match=message):
         quiet().fit(Wrong(), loader(16))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({}, {"reduce_fx": "sum"}, "reduce_fx='sum', but reduce_fx='mean' before"),
+        ({}, {"on_step": True}, "on_step=True, but on_step=False before"),
+        ({}, {"prog_bar": True}, "prog_bar=True, but prog_bar=False before"),
+    ],
+)
+def test_a_name_that_is_logged_with_other_flags_is_refused(
+    first: dict[str, Any], second: dict[str, Any], message: str
+) -> None:
+    store = MetricStore()
+    store.log("n", 1.0, **first)
+    store.log("n", 1.0, **({"reduce_fx": torch.mean} | first))
+    with pytest.raises(ValueError, match=message):
+        store.log("n", 2.0, **second)
 
 
 @pytest.mark.parametrize("metric_first", [True, False])
