@@ -1,8 +1,7 @@
 """State as it is saved: pieces of named global tensors, and JSON.
 
-Names are canonical: `model/<fqn>` for parameters and buffers, `optimizer/<optimizer>/<fqn>/<key>` for
-optimizer state, whatever wrapped or sharded the model. So any strategy and world size can read what any
-other has written.
+Names are canonical: `model/<fqn>` for parameters and buffers, `optimizer/<optimizer>/<fqn>/<key>` for optimizer state,
+whatever wrapped or sharded the model. So any strategy and world size can read what any other has written.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from lockstep.strategies.optimizers.saved_groups import (
     add_saved_groups,
     check_optimizers,
     check_saved_groups,
+    others_of,
     taken,
 )
 
@@ -84,9 +84,8 @@ def pack(value: Any, name: str, tensors: dict[str, TensorShard], shard: LocalSha
     """Turn a nested structure into JSON data, moving its tensors into `tensors` under `name`.
 
     Tuples, paths, arrays of numpy, configs of omegaconf and dicts with keys that are not strings are kept as what they
-    are. A number
-    of numpy and a member of an Enum that is a str or an int too become the plain number or string. Everything
-    else that JSON does not know raises TypeError with its key path. `shard` is what this rank writes of a
+    are. A number of numpy and a member of an Enum that is a str or an int too become the plain number or string.
+    Everything else that JSON does not know raises TypeError with its key path. `shard` is what this rank writes of a
     tensor, None where another rank writes it.
     """
     if isinstance(value, np.generic):
@@ -189,8 +188,8 @@ def gather_state(
 ) -> State:
     """The state of a model and its optimizers; `shard` is what this rank writes of a tensor, None if another does.
 
-    `owned`: names by `id` of parameters that optimizers hold beside those of the model; this rank writes their state
-    if `writes_owned`.
+    `owned`: names by `id` of parameters that optimizers hold beside those of the model; this rank writes their state if
+    `writes_owned`.
     """
     state = State()
     values = {name: pack(value, f"model/{name}", state.tensors, shard) for name, value in model.state_dict().items()}
@@ -201,8 +200,9 @@ def gather_state(
     for key, optimizer in optimizers.items():
         saved = optimizer.state_dict()
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        others = others_of(key, optimizer, saved, bool(owned) or not all(map(is_here, held)))
         order = [names_of(parameter, names, key) for parameter in held]
-        of_owned = TensorShard.whole if writes_owned else _nothing
+        of_owned: LocalShard = TensorShard.whole if writes_owned else lambda tensor: None
         shards = [of_owned if id(parameter) in owned else shard for parameter in held]
         state.meta["optimizers"][key] = {
             "param_groups": [
@@ -220,11 +220,9 @@ def gather_state(
                 }
                 for i, entry in saved["state"].items()
             },
+            **({"others": pack(others, f"attributes/{key}", state.tensors, shard)} if others else {}),
         }
     return state
-
-
-def _nothing(tensor: Tensor) -> None: ...
 
 
 class Take(Protocol):
@@ -275,6 +273,7 @@ def restore_state(
                     taken(optimizer, key, group, now)
                     for group, now in zip(groups, current["param_groups"], strict=True)
                 ],
+                **unpack(saved.get("others", {}), reader.read),
             }
         )
 

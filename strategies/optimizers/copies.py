@@ -50,7 +50,7 @@ class Contents:
                 self.elsewhere = True
             self._value(entry, "its state")
         for name, value in optimizer.__dict__.items():
-            if name not in ("state", *_HOOKS, *_REPLACED, _WARNED):
+            if name not in ("state", *HOOKS, *REPLACED, WARNED):
                 self._value(value, name)
 
     def _value(self, value: Any, name: str) -> None:
@@ -89,7 +89,7 @@ class Contents:
                 self._value(item, f"{name}.{key}")
 
 
-_HOOKS = (
+HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
     "_optimizer_state_dict_pre_hooks",
@@ -99,9 +99,9 @@ _HOOKS = (
 )
 
 
-_REPLACED = ("step", "zero_grad")
+REPLACED = ("step", "zero_grad")
 """What schedulers and profilers put on the object."""
-_WARNED = "_warned_capturable_if_run_uncaptured"
+WARNED = "_warned_capturable_if_run_uncaptured"
 """Set by torch in every optimizer; without it, its check on CUDA wants `capturable` in groups that have none."""
 
 
@@ -118,9 +118,9 @@ def duplicate(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     memo.update({id(each): empty for each, empty in zip(found, empties, strict=True)})
     for each, empty in zip(found, empties, strict=True):
         for name, value in each.__dict__.items():
-            if name in _HOOKS:
+            if name in HOOKS:
                 empty.__dict__[name] = OrderedDict()
-            elif name not in _REPLACED:
+            elif name not in REPLACED:
                 empty.__dict__[name] = value if isinstance(value, _SHARED) else copy.deepcopy(value, memo)
     return empties[0]
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.strategies.modules.model_changes import shortened
+
 if TYPE_CHECKING:
     from lockstep.strategies.checkpoint_state import Reader
 
@@ -19,6 +21,26 @@ def check_optimizers(names: Iterable[str], reader: Reader) -> None:
     have, saved = sorted(names), sorted(reader.meta["optimizers"])
     if have != saved:
         raise KeyError(f"the checkpoint holds optimizers {saved}, but this run has {have}")
+
+
+def others_of(key: str, optimizer: Optimizer, saved: dict[str, Any], is_spread: bool) -> dict[str, Any]:
+    """What the `state_dict` of a class, or a hook of it, has besides state and parameter groups.
+
+    Raises ValueError where it lacks these, and where `is_spread`, as each rank steps other parameters.
+    """
+    others = {name: value for name, value in saved.items() if name not in ("state", "param_groups")}
+    whose = f"the state_dict of optimizer {key!r} ({type(optimizer).__name__})"
+    if len(saved) - len(others) < 2:
+        raise ValueError(
+            f"{whose} has the keys {sorted(map(str, saved))}, but a checkpoint needs 'state' and 'param_groups' among "
+            "them; add to what super().state_dict() returns"
+        )
+    if others and is_spread:
+        raise ValueError(
+            f"{whose} has {shortened(sorted(map(str, others)))} besides state and param_groups, which each rank has of "
+            "the parameters that it steps; keep it in state or param_groups, or use strategy='ddp'"
+        )
+    return others
 
 
 def check_saved_groups(key: str, groups: list[dict[str, Any]], have: list[list[str]]) -> None:

@@ -58,6 +58,8 @@ def fault(checkpoint: Checkpoint) -> str | None:
             return f"progress.{part} is {progress[part]}, but progress.{whole} is {progress[whole]}"
     if progress["current_epoch"] >= _MOST or progress["global_step"] >= _MOST:
         return f"progress counts more than {_MOST} epochs or steps"
+    if not _is_dict(state.get("optimizer_attributes", {}), _are_attributes):
+        return "state.json has no valid optimizer_attributes"
     return _strategy_fault(state["strategy"]) or _reference_fault(checkpoint) or _rank_faults(checkpoint)
 
 
@@ -103,6 +105,8 @@ def _strategy_fault(meta: dict[str, Any]) -> str | None:
             return f"state.json has no valid strategy.optimizers.{name}.param_groups"
         if not _is_dict(states, lambda value: isinstance(value, dict)):
             return f"state.json has no valid strategy.optimizers.{name}.state"
+        if not isinstance(entry.get("others", {}), dict):
+            return f"state.json has no valid strategy.optimizers.{name}.others"
     return None
 
 
@@ -218,6 +222,15 @@ def _is_torchmetric(value: Any) -> bool:
         and isinstance(value.get("state"), dict)
         and is_count(value.get("count"))
         and _is_list(value.get("names", []), _is_str)
+    )
+
+
+def _are_attributes(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("values"), dict)
+        and _is_list(value.get("on_device"), _is_str)
+        and _is_dict(value.get("lost"), _is_str)
     )
 
 

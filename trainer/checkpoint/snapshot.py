@@ -57,6 +57,9 @@ def save(
     kept: dict[str, TensorShard] = tensors if mine else {}  # what all ranks hold alike, rank 0 writes
     with refused(path):
         state = _shared_state(run, module, gathered.meta, extra, kept)
+        assert run.optimizer_attributes is not None
+        if attributes := run.optimizer_attributes.save(run.optimizers, kept, strategy):
+            state["optimizer_attributes"] = attributes
         mine_alone = rank_state.save(run, module, tensors)
     trained = {
         f"model/{name}"
@@ -231,6 +234,8 @@ def restore_optimizers(run: RunState, checkpoint: Checkpoint) -> None:
             beside |= manual.drop_gradients(run.module, state["strategy"]["optimizers"])
         frozen.check(checkpoint, run.strategy, run.wrapped)
         run.strategy.load_state_dict(run.wrapped, {**run.optimizers, **beside}, checkpoint)
+        assert run.optimizer_attributes is not None
+        run.optimizer_attributes.load(run.optimizers, state.get("optimizer_attributes", {}), checkpoint)
         if len(state["schedulers"]) != len(run.schedulers):
             raise ValueError(f"it holds {len(state['schedulers'])} schedulers, but this run has {len(run.schedulers)}")
         for config, saved in zip(run.schedulers, state["schedulers"], strict=True):

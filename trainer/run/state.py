@@ -28,6 +28,7 @@ from lockstep.trainer.run.signals import Signals
 
 if TYPE_CHECKING:
     from lockstep.callbacks._support.parameter_state import ParameterState
+    from lockstep.strategies.optimizers.attributes import Attributes
     from lockstep.trainer.checkpoint.store import Checkpoint, Saving
     from lockstep.trainer.datamodule import DataModule
     from lockstep.trainer.module import Module
@@ -142,6 +143,7 @@ class RunState:
     schedulers: list[Any] = field(default_factory=list)
     replaceable: tuple[dict[str, Optimizer], list[Any]] | None = None
     """Optimizers and schedulers that are set up, while hooks of the start may set others in their place."""
+    optimizer_attributes: Attributes | None = None
     parameter_states: dict[str, ParameterState] = field(default_factory=dict)
     """What callbacks keep beside the parameters, by the name under which a checkpoint holds it."""
     had_parameter_states: bool = False
@@ -253,7 +255,17 @@ class RunState:
     def __getstate__(self) -> dict[str, Any]:
         """What travels to the ranks: arguments and results, not what belongs to an active run."""
         gone: dict[str, Any] = dict.fromkeys(
-            ("wrapped", "resumed", "saving", "module", "datamodule", "train_dataloader", "folder", "shares")
+            (
+                "wrapped",
+                "optimizer_attributes",
+                "resumed",
+                "saving",
+                "module",
+                "datamodule",
+                "train_dataloader",
+                "folder",
+                "shares",
+            )
         )
         gone |= {"streams": {}, "given_loaders": {}, "schedulers": [], "user_optimizers": [], "optimizers": {}}
         gone["parameter_states"] = {}

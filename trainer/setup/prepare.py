@@ -18,6 +18,7 @@ from lockstep._lazy import without_collector
 from lockstep.callbacks.base import Callback
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.launch.phase import AFTER_BACKWARD
+from lockstep.strategies.optimizers.attributes import Attributes
 from lockstep.strategies.optimizers.closures import needs_closure
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.metrics.store import MetricStore
@@ -318,6 +319,7 @@ def set_up_optimizers(
         snapshot.check_configured(run, run.resumed)
     closing = {name for name, optimizer in named.items() if module.automatic_optimization and needs_closure(optimizer)}
     run.optimizers, run.schedulers = run.strategy.setup_optimizers(run.wrapped, named), schedulers
+    run.optimizer_attributes = Attributes(run.optimizers)
     handle = AutomaticOptimizer if module.automatic_optimization else ManualOptimizer
     run.user_optimizers = [handle(optimizer, run) for optimizer in run.optimizers.values()]
     return closing, unowned

@@ -20,6 +20,7 @@ from lockstep.strategies.methods.parameter_server.links import Links
 from lockstep.strategies.methods.parameter_server.schedule import Arrival, Record, Schedule
 from lockstep.strategies.methods.parameter_server.server import Host, Post, Server
 from lockstep.strategies.modules.model_changes import shortened
+from lockstep.strategies.optimizers.attributes import take_over
 from lockstep.strategies.optimizers.hidden_state import HiddenState
 from lockstep.strategies.optimizers.numbers import changes, numbers_of
 
@@ -243,6 +244,7 @@ class Engine:
             for i, server in self._host.servers.items():
                 users = {id(server.own[id(t)]): t for t in self._parts[i].values()}
                 if key in server.optimizers:
+                    take_over(key, optimizer, server.optimizers[key])
                     for tensor, entry in server.optimizers[key].state.items():
                         state[users.get(id(tensor), tensor)] = entry
                 owned |= {id(t): name for name, t in self._parts[i].items()}
