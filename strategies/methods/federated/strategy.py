@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -319,6 +320,12 @@ class Federated(ClientSteps):
     def barrier(self) -> None:
         self._refuse_on_client("barrier")
         super().barrier()
+
+    @contextmanager
+    def whole(self, wrapped: nn.Module) -> Iterator[None]:
+        self._refuse_on_client("trainer.whole")
+        with super().whole(wrapped):
+            yield
 
     def _refuse_on_client(self, what: str) -> None:
         if self._on_client:

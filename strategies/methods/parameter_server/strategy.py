@@ -40,7 +40,8 @@ class ParameterServer(SPMDStrategy):
     Batches are handed out to whichever rank is free. `workers` batches that follow each other are a *clock*, whose
     gradients make one optimizer step on the servers, weighted as everywhere; so `global_step` counts clocks. A batch of
     clock c is computed on parameters of version c - `staleness` at least, where version v holds the steps of clocks
-    before v. With `staleness=0` the numbers are those of `ddp`.
+    before v. With `staleness=0` the numbers are those of `ddp`; random ones are drawn
+    as with `virtual_ranks` equal to `workers`.
 
     `staleness`: how many steps the parameters that a batch is computed on may be old.
     `workers`: batches a clock; a multiple of the number of ranks, which it is by default.
@@ -212,13 +213,17 @@ class ParameterServer(SPMDStrategy):
 
     def _gather(self, what: str) -> None:
         """Before a collective of the caller's: all ranks must be between steps, and be alive."""
+        self._refuse_in_batch(what)
+        if self._engine is not None and not self._have_met:
+            self._meet(is_drained=False)
+
+    def _refuse_in_batch(self, what: str) -> None:
         if self._worker is not None and self._worker.computes:
             raise RuntimeError(
                 f"{what} was called while a batch is computed, which other ranks of a parameter server do not compute "
-                "at the same time; call it in a hook such as on_train_epoch_end, or use strategy='ddp'"
+                "at the same time; call it in a hook such as on_train_epoch_end, in on_train_batch_end only once "
+                "global_step has moved, or use strategy='ddp'"
             )
-        if self._engine is not None and not self._have_met:
-            self._meet(is_drained=False)
 
     # ---- data ------------------------------------------------------------------------------------------
 
@@ -346,6 +351,7 @@ class ParameterServer(SPMDStrategy):
 
     @contextmanager
     def whole(self, wrapped: nn.Module) -> Iterator[None]:
+        self._refuse_in_batch("trainer.whole")
         self.synchronize(wrapped)
         yield
         if self._engine is not None and int(self.all_reduce(torch.tensor(len(self._engine.changed())), "max")):

@@ -103,6 +103,12 @@ class Gathers(Regression):
         return super().training_step(batch, batch_idx)
 
 
+class Wholes(Regression):
+    def on_train_batch_start(self, *args: Any) -> None:
+        with self.trainer.whole(self):
+            pass
+
+
 class Averages(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -129,6 +135,7 @@ class Averages(Regression):
         (Complex, "phase is torch.complex64"),
         (Synced, "net.1 is a SyncBatchNorm"),
         (Gathers, "all_gather was called while a client trained"),
+        (Wholes, "trainer.whole was called while a client trained"),
     ],
 )
 def test_what_a_client_may_not_do_is_refused_before_a_parameter_changes(

@@ -321,6 +321,12 @@ class _Gathers(Toy):
         self.all_gather(torch.ones(2))
 
 
+class _Wholes(Toy):
+    def on_train_batch_start(self, *args: Any) -> None:
+        with self.trainer.whole(self):
+            pass
+
+
 class _Measures(Toy):
     def __init__(self) -> None:
         super().__init__()
@@ -353,6 +359,7 @@ def on_one_rank(module: Toy, **options: Any) -> None:
     [
         pytest.param(Toy, {"callbacks": [_Writes(False)]}, RuntimeError, r"net.0.weight were changed", id="weights"),
         pytest.param(_Gathers, {}, RuntimeError, "all_gather was called while a batch is computed", id="collective"),
+        pytest.param(_Wholes, {}, RuntimeError, "trainer.whole was called while a batch is computed", id="whole"),
         pytest.param(_Measures, {}, RuntimeError, "updates a torchmetrics object", id="torchmetrics"),
         pytest.param(partial(_Fails, math.nan), {}, FloatingPointError, "the loss is NaN .* of step 3", id="NaN"),
         pytest.param(partial(_Fails, None), {}, RuntimeError, "no batch of step 3 has a loss", id="no loss"),
