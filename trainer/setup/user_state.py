@@ -12,8 +12,8 @@ import random
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from types import FunctionType, MethodType
+from functools import cache, partial
+from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -282,8 +282,9 @@ class _Search:
         for key, value in vars(owner).items():
             if key not in _NOT_THEIRS:
                 self.marks[prefix + key] = self._mark(value, prefix + key, _DEPTH)
-        for kind in type(owner).__mro__:
-            for key, value in vars(kind).items() if is_users_class(kind) else ():
+        for kind in filter(is_users_class, type(owner).__mro__):
+            self.marks |= {name: _of_generator(value) for name, value in _global_generators(kind).items()}
+            for key, value in vars(kind).items():
                 if not key.startswith("__") and isinstance(value, _OF_CLASSES):
                     name = f"{kind.__name__}.{key}"
                     self.marks[name] = self.marks.get(name) or self._mark(value, name, _DEPTH)
@@ -373,6 +374,24 @@ def _of_generator(value: Any) -> Any:
     if isinstance(value, np.random.RandomState):
         return repr(value.get_state(legacy=False))
     return None
+
+
+@cache
+def _global_generators(kind: type) -> dict[str, Any]:
+    """By name the generators of random numbers that are globals of a file and that methods of a class use, or functions
+    of the same file that these call."""
+    functions, found = [value for value in vars(kind).values() if isinstance(value, FunctionType)], dict[str, Any]()
+    for function in functions:
+        codes = [function.__code__]
+        for code in codes:
+            codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+            for key in code.co_names:
+                value = function.__globals__.get(key)
+                if isinstance(value, FunctionType) and value.__module__ == kind.__module__ and value not in functions:
+                    functions.append(value)
+                elif _of_generator(value) is not None:
+                    found[f"{function.__module__}.{key}"] = value
+    return found
 
 
 def _of_array(array: np.ndarray) -> Any:
