@@ -245,8 +245,8 @@ def partial_gradient(why: str) -> RuntimeError:
 def replaced(names: Sequence[str], strategy: str) -> RuntimeError:
     """The error for parameters that user code put into a model, moved in it or took out of it during a run."""
     return RuntimeError(
-        f"parameters were added, replaced or removed during the run ({shortened(names)}), which {strategy} cannot take over; "
-        "create them in __init__, setup or configure_model, or copy values into the existing ones"
+        f"parameters were added, replaced or removed during the run ({shortened(names)}), which {strategy} cannot "
+        "take over; create them in __init__, setup or configure_model, or copy values into the existing ones"
     )
 
 
