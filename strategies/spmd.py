@@ -26,7 +26,7 @@ from lockstep.strategies.launch.program.contexts import refuse_hooks_on_all
 from lockstep.strategies.modules.activation_checkpointing import find_recomputed, keep, recompute
 from lockstep.strategies.modules.blocks import Rule, is_metric
 from lockstep.strategies.modules.meta import materialize
-from lockstep.strategies.modules.model_changes import refuse_max_norm, refuse_shared_memory
+from lockstep.strategies.modules.model_changes import refuse_embeddings, refuse_shared_memory
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
 from lockstep.strategies.modules.user_edits import UserEdits
 from lockstep.strategies.optimizers import modes
@@ -129,7 +129,7 @@ class SPMDStrategy(SPMDStep):
         return Topology(world_size=num_ranks, data_size=self.data_size_of(num_ranks))
 
     def check(self, model: nn.Module) -> None:
-        refuse_max_norm(model, self.expected_topology.data_size, self.name)
+        refuse_embeddings(model, self.expected_topology.data_size, self.name)
         if self.expected_topology.world_size > 1:
             refuse_hooks_on_all()
         if self.cuts_gradients and not self.single_process:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import count, islice
 from typing import Any
 
@@ -21,6 +22,10 @@ from lockstep.strategies.data.workers import keep
 
 READS_AS_TORCH = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
 """Modules of loaders whose iteration follows from their arguments, so that a rank can read its own samples instead."""
+
+
+_OWN, _PADDING = 1, 2
+"""A rank fetches a unit that is its own, or, where it has none to run the step with, another's without weight."""
 
 
 def source_of(loader: Any, share: Share, shuffle: bool | None) -> Source:
@@ -145,23 +150,23 @@ class Combined(Source):
             left = a_window - inside + rank
             return inside, rank, min(share.size, left if end is None else min(left, end - unit + rank))
 
-        def is_mine(unit: int) -> bool:
+        def fetches(unit: int) -> int:
             _, rank, num_ranks = place(unit)
-            pads = (rank == 0 and share.rank >= num_ranks) or (
-                self._length is None and unit == first
-            )  # a rank without one needs another's
-            return unit >= first and (rank == share.rank or pads)
+            if unit < first:
+                return 0
+            pads = (rank == 0 and share.rank >= num_ranks) or (self._length is None and unit == first)
+            return _OWN if rank == share.rank else _PADDING * pads
 
         mine, num_samples, all_samples = None, 0, 0
         asked: list[tuple[Source, Any, int]] = []
         inside, open_ = 0, False
         for unit, (batch, its_parts) in enumerate(
-            islice(self._units(epoch, end, is_mine), first, end if end is None else max(first, end)), first
+            islice(self._units(epoch, end, fetches), first, end if end is None else max(first, end)), first
         ):
             inside, rank, num_ranks = place(unit)
             its_samples = sum(number for _, _, number in its_parts)
             all_samples += its_samples
-            if is_mine(unit):
+            if fetches(unit):
                 mine, num_samples, asked = batch, its_samples if rank == share.rank else 0, its_parts
             open_ = rank + 1 < num_ranks
             if not open_:
@@ -190,7 +195,7 @@ class Combined(Source):
         """How many units hold the first `start` samples; of datasets with indices none is read."""
         seen = number = 0
         with Randomness(0):  # what reading draws was drawn before the run was interrupted
-            for _, parts in self._units(epoch, self._length, lambda unit: False):
+            for _, parts in self._units(epoch, self._length, lambda unit: 0):
                 if seen >= start:
                     break
                 seen += sum(num_samples for _, _, num_samples in parts)
@@ -199,7 +204,7 @@ class Combined(Source):
         return number
 
     def _units(
-        self, epoch: int, end: int | None, is_mine: Callable[[int], bool]
+        self, epoch: int, end: int | None, fetches: Callable[[int], int]
     ) -> Iterator[tuple[Any, list[tuple[Source, Any, int]]]]:
         """(what a step gets, of which loader its parts are with their samples) unit by unit; None for what is not this
         rank's to fetch."""
@@ -207,11 +212,11 @@ class Combined(Source):
         if combined.mode == "sequential":
             unit = 0
             for source in self._sources.values():
-                for batch, num_samples in _numbered(source, epoch, unit, end, is_mine):
+                for batch, num_samples in _numbered(source, epoch, unit, end, fetches):
                     unit += 1
                     yield batch, [(source, batch, num_samples)]
             return
-        running = {name: _numbered(source, epoch, 0, end, is_mine) for name, source in self._sources.items()}
+        running = {name: _numbered(source, epoch, 0, end, fetches) for name, source in self._sources.items()}
         cycles = dict.fromkeys(running, 0)
         for unit in count() if end is None else range(end):
             batches, parts = {}, []
@@ -225,7 +230,7 @@ class Combined(Source):
                         return
                     item = None, 0
                     if combined.mode == "max_size_cycle":
-                        running[name] = _numbered(self._sources[name], epoch + (cycles[name] << 32), unit, end, is_mine)
+                        running[name] = _numbered(self._sources[name], epoch + (cycles[name] << 32), unit, end, fetches)
                         item = next(running[name], None)
                         if item is None:
                             raise ValueError(
@@ -238,7 +243,7 @@ class Combined(Source):
 
 
 def _numbered(
-    source: Source, epoch: int, first: int, end: int | None, is_mine: Callable[[int], bool]
+    source: Source, epoch: int, first: int, end: int | None, fetches: Callable[[int], int]
 ) -> Iterator[tuple[Any, int]]:
     """(batch, samples) of an epoch of a loader on one process, the first of which has the number `first`; None where it
     is not to be fetched."""
@@ -246,12 +251,12 @@ def _numbered(
         yield from ((batch, num_samples) for batch, num_samples, *_ in source.pieces(epoch, 0, None))
         return
     tasks = enumerate(islice(source._tasks(epoch, 0, None), None if end is None else max(0, end - first)), first)
-    known: deque[tuple[bool, int, int]] = deque()
+    known: deque[tuple[int, int, int]] = deque()
     to_fetch: deque[tuple[int, int, Any]] = deque()
 
     def look_ahead() -> bool:
         for number, (indices, position, num_samples, *_) in tasks:
-            known.append((is_mine(number), num_samples, source.hashed))
+            known.append((fetches(number), num_samples, source.hashed))
             if known[-1][0]:
                 to_fetch.append((epoch, position, indices))
             return True
@@ -266,6 +271,8 @@ def _numbered(
 
     fetched = source._workers.run(source._fetcher, keys(), epoch)
     while known or look_ahead():
-        is_here, num_samples, hashed = known.popleft()
+        whose, num_samples, hashed = known.popleft()
         source.note_order(hashed)
-        yield next(fetched) if is_here else None, num_samples
+        with Randomness(0) if whose == _PADDING else nullcontext():  # a resumed run may pad where the whole one did not
+            batch = next(fetched) if whose else None
+        yield batch, num_samples

@@ -39,7 +39,7 @@ from lockstep.strategies.launch.program.contexts import refuse_contexts
 from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.losses import detach, split_loss
 from lockstep.strategies.modules.blocks import Rule
-from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, refuse_max_norm, remarked
+from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, refuse_embeddings, remarked
 from lockstep.strategies.pipeline.microbatches import merged
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.step import weighted_losses
@@ -100,7 +100,7 @@ class DataParallel(SPMDStrategy):
         super().teardown()
 
     def check(self, model: nn.Module) -> None:
-        refuse_max_norm(model, self.num_devices, self.name)
+        refuse_embeddings(model, self.num_devices, self.name)
         super().check(model)
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -177,11 +177,13 @@ def own_backward(names: list[str]) -> RuntimeError:
     )
 
 
-def refuse_max_norm(model: nn.Module, data_size: int, strategy: str) -> None:
-    """Raise ValueError for an embedding that changes its weight in the forward, by the samples that this rank sees."""
+def refuse_embeddings(model: nn.Module, data_size: int, strategy: str) -> None:
+    """Raise ValueError for an embedding that changes its weight in the forward, or weighs gradients, by the samples
+    that this rank sees."""
     if data_size == 1:
         return
     for name, module in model.named_modules():
+        refuse_frequencies(name, module, strategy)
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
                 f"{name or type(model).__name__} has max_norm={module.max_norm}, which changes its weight in the "
@@ -190,6 +192,20 @@ def refuse_max_norm(model: nn.Module, data_size: int, strategy: str) -> None:
                 "the weight in "
                 "on_train_batch_end"
             )
+
+
+def refuse_frequencies(name: str, module: nn.Module, strategy: str) -> None:
+    """Raise ValueError for an embedding whose gradient depends on how often a row is in what one forward sees."""
+    if (
+        isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        and module.scale_grad_by_freq
+        and module.weight.requires_grad
+    ):
+        raise ValueError(
+            f"{name or type(module).__name__} has scale_grad_by_freq=True, which divides gradients by how often a row "
+            f"is in a forward, and a forward of {strategy} sees a part of the batch; leave it out, or divide in "
+            "on_after_backward by counts of the whole batch"
+        )
 
 
 def refuse_sparse(model: nn.Module, strategy: str) -> None:

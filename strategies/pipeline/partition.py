@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from lockstep.strategies.modules.activation_checkpointing import find_recomputed
 from lockstep.strategies.modules.blocks import Layer, Rule, balance, find_layers, measures
 from lockstep.strategies.modules.call_order import call_order
+from lockstep.strategies.modules.model_changes import refuse_frequencies
 from lockstep.strategies.modules.parameter_hooks import copy_module
 
 
@@ -216,6 +217,7 @@ def _refuse_shared(parts: Cut, stage_of: list[int]) -> None:
     holders = holding_stages(parts, stage_of)
     for layer in parts.layers:
         for name, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False):
+            refuse_frequencies(name, module, "a pipeline")
             if not measures(module) or getattr(module, "max_norm", 1.0) is None:
                 continue
             held = module._parameters if hasattr(module, "max_norm") else module._buffers

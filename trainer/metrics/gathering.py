@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.checkpoint_state import pack, unpack
+from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 
 MESSAGE_BYTES = 2**24
 """What ranks send at once of a list that only rank 0 keeps, all of them together."""
@@ -40,9 +41,9 @@ def gather_items(strategy: Strategy, items: list[Any], name: str = "items") -> l
     items.reverse()  # sent from the end, so that what was sent is free
     sent = 0
     while True:
-        pieces: dict[str, Any] = {}
+        pieces: dict[str, TensorShard] = {}
         layout: list[Any] = []
-        while items and sum(shard.tensor.nbytes for shard in pieces.values()) < MESSAGE_BYTES and len(layout) < 1000:
+        while items and sum(map(_size, pieces.values())) < MESSAGE_BYTES and len(layout) < 1000:
             layout.append(pack(items.pop(), f"{name}.{sent + len(layout)}", pieces))
         sent += len(layout)
         data = _as_bytes({key: shard.tensor for key, shard in pieces.items()}) if pieces else b""
@@ -74,13 +75,16 @@ def _gather_tensors(strategy: Strategy, tensors: dict[str, Tensor]) -> list[dict
     return [_from_bytes(part) for part in _gather_bytes(strategy, _as_bytes(tensors))]
 
 
-def _as_bytes(tensors: dict[str, Tensor]) -> bytes:
-    from safetensors.torch import save  # only few runs need it
+def _size(shard: TensorShard) -> int:
+    return shard.tensor.numel() * shard.tensor.element_size()  # of a sparse one too, which may be smaller
 
-    return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+
+def _as_bytes(tensors: dict[str, Tensor]) -> bytes:
+    file = io.BytesIO()
+    torch.save({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, file)  # without what it views
+    return file.getvalue()
 
 
 def _from_bytes(data: bytes) -> dict[str, Tensor]:
-    from safetensors.torch import load
-
-    return load(data)
+    found: dict[str, Tensor] = torch.load(io.BytesIO(data), weights_only=True)
+    return found

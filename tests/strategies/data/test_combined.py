@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -177,6 +177,30 @@ def test_a_rank_reads_only_its_own_and_only_when_it_is_time(mode: str) -> None:
     skipped = Fetched(16)
     list(sharded(CombinedLoader([DataLoader(skipped, 2)], mode), 0, 2).windows(0, start=8))
     assert skipped.read == [8, 9, 12, 13]
+
+
+class Draws(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return index, float(torch.rand(()))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_read_for_padding_draws_nothing(rank: int) -> None:
+    """Where no loader knows its length a rank reads the first batch that comes, for the case that none of its own
+    follows: another batch in a resumed run than in the whole one."""
+
+    def windows(start: int) -> Iterator[Window]:
+        loaders = [DataLoader(Draws(24), 2), DataLoader(Stream(24), 2)]
+        return sharded(CombinedLoader(loaders, "max_size_cycle"), rank, 2).windows(0, start)
+
+    torch.manual_seed(5)
+    whole = windows(0)
+    num_samples = next(whole).num_samples
+    seen = torch.get_rng_state()
+    left = [window.micro_batches[0].batch for window in whole]
+    torch.set_rng_state(seen)
+    resumed = [window.micro_batches[0].batch for window in windows(num_samples)]
+    assert str(resumed) == str(left) and len(left) == 5
 
 
 @pytest.mark.ranks

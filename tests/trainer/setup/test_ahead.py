@@ -123,6 +123,16 @@ MODELS: dict[str, tuple[Any, Callable[[], Module], str]] = {
     "sequence": (TensorParallel(sequence_parallel=True), lambda: Net(nn.Linear(8, 8)), "sequence_parallel=True"),
     "wrap": (FSDP(wrap=nn.Conv2d), lambda: Net(layers(2)), "wrap must name .* Conv2d is not one of Net"),
     "sparse": ("fsdp", lambda: Net(layers(1), e=nn.Embedding(4, 4, sparse=True)), "e has sparse=True"),
+    "frequencies": (
+        "ddp",
+        lambda: Net(layers(1), e=nn.Embedding(4, 4, scale_grad_by_freq=True)),
+        "e has scale_grad_by_freq=True, .* a forward of DDP sees a part of the batch",
+    ),
+    "frequencies of a micro-batch": (
+        "pipeline",
+        lambda: Net(nn.Sequential(nn.Embedding(4, 8, scale_grad_by_freq=True), nn.Linear(8, 8))),
+        "net.0 has scale_grad_by_freq=True",
+    ),
     "max_norm": ("ddp", lambda: Net(layers(1), e=nn.Embedding(4, 4, max_norm=1.0)), "e has max_norm=1.0"),
     **{
         f"memory in common, {name}": (
