@@ -24,7 +24,7 @@ from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync import batch_norm
 from lockstep.strategies.sync.all_reduce import ALGORITHMS, AllReduce
-from lockstep.strategies.sync.buffers import SharedBuffers, share_buffers, share_model
+from lockstep.strategies.sync.buffers import SharedBuffers, share_buffers, share_model, shared
 from lockstep.strategies.sync.compression.compressor import Compressor
 from lockstep.strategies.sync.compression.names import REFUSES, compressor
 from lockstep.strategies.sync.step_agreement import StepAgreement
@@ -169,10 +169,9 @@ class DDP(SPMDStrategy):
                 raise partial_gradient("compress sends the gradient of a whole step")
             hooks = wrapped.sum_each(hooks, len(window.micro_batches))
         hooks = hooks._replace(prepare=functools.partial(prepared, hooks=hooks, changes=self._changes))
-        result = super().forward_backward(wrapped, step_fn, window, hooks)
+        with shared(self._buffers, window, self.name):
+            result = super().forward_backward(wrapped, step_fn, window, hooks)
         self._first_window, wrapped.micro_batches = False, 0
-        if self._buffers is not None:
-            self._buffers.share(window.has_samples)
         return result
 
     def evaluate(

@@ -35,7 +35,7 @@ from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import refuse_sparse, shortened
 from lockstep.strategies.optimizers.hidden_state import StateOfShards
 from lockstep.strategies.spmd import SPMDStrategy
-from lockstep.strategies.sync.buffers import SharedBuffers
+from lockstep.strategies.sync.buffers import SharedBuffers, shared
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
 from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value
 
@@ -193,12 +193,11 @@ class DeepSpeed(SPMDStrategy):
             self._refuse("manual_optimization")
         wrapped.begin_window(hooks)
         try:
-            result = super().forward_backward(wrapped, step_fn, window, wrapped.around_backward(hooks))
+            with shared(self._buffers if self._in_group else None, window, self.name):
+                result = super().forward_backward(wrapped, step_fn, window, wrapped.around_backward(hooks))
         finally:
             wrapped.access.is_users = True
         self._clipped = False
-        if self._buffers is not None and self._in_group:
-            self._buffers.share(window.has_samples)
         if not result.count:
             wrapped.forget_gradients()
         return result

@@ -43,6 +43,7 @@ from lockstep.strategies.modules.model_changes import gradient_marks, own_backwa
 from lockstep.strategies.pipeline.microbatches import merged
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.step import weighted_losses
+from lockstep.strategies.sync.buffers import refusing_counts
 
 
 class DataParallel(SPMDStrategy):
@@ -138,7 +139,10 @@ class DataParallel(SPMDStrategy):
             steps = [step_fn, *(rebind(step_fn, wrapped, other) for other in replicas[1:])]
             contexts, rates = [hooks.log_scope(n) for _, n in slices], hooks.vote().rates
             forward = functools.partial(self._forward, micro_batch.batch_idx)
-            outputs = self._run(forward, range(len(slices)), replicas, steps, [part for part, _ in slices], contexts)
+            with refusing_counts(wrapped, slices[0][1], micro_batch.num_samples, self.name):
+                outputs = self._run(
+                    forward, range(len(slices)), replicas, steps, [part for part, _ in slices], contexts
+                )
             if hooks.vote().rates != rates:
                 raise RuntimeError(
                     "training_step changed a learning rate, momentum or weight decay, and strategy 'dp' runs it on "

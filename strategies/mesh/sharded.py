@@ -29,7 +29,7 @@ from lockstep.strategies.modules.side_effect_free import side_effect_free
 from lockstep.strategies.modules.unused_parameters import drop_unused, refuse_unequal
 from lockstep.strategies.optimizers.sharded import ShardedOptimizers
 from lockstep.strategies.single import SingleDevice
-from lockstep.strategies.sync.buffers import SharedBuffers
+from lockstep.strategies.sync.buffers import SharedBuffers, shared
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
 from lockstep.strategies.sync.collectives import all_gather, local, sum_gradients
 from lockstep.strategies.sync.compression.compressor import Compressor
@@ -221,13 +221,11 @@ class ShardedStrategy(ShardedOptimizers):
         try:
             bracket = nullcontext() if hooks.automatic else wrapped.open()  # type: ignore[operator]
             by_class = steps.losses_by_class(self.options.loss_parallel and "tensor" in self._sizes)
-            with explained("training_step"), by_class, bracket:
+            with explained("training_step"), by_class, bracket, shared(self._buffers, window, self.name):
                 result = super().forward_backward(wrapped, step_fn, window, hooks)
         finally:
             self._in_step = False
             wrapped.close()  # type: ignore[operator]
-        if self._buffers is not None:
-            self._buffers.share(window.has_samples)
         return result
 
     def evaluate(

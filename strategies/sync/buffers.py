@@ -3,7 +3,9 @@ models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,9 @@ from torch import Tensor, nn
 
 from lockstep.strategies.sync.collectives import local
 from lockstep.strategies.sync.contents import same_values
+
+if TYPE_CHECKING:
+    from lockstep.strategies.data.sharded_loader import Window
 
 _NORMS = (
     nn.BatchNorm1d,
@@ -25,6 +30,40 @@ _LOOKS = 10
 """Steps in which the host waits for an accelerator to compare buffers."""
 
 
+@contextmanager
+def refusing_counts(model: nn.Module, own: int, total: int, strategy: str) -> Iterator[None]:
+    """Raise RuntimeError if a number in a buffer grows within by a multiple of the `own` samples, not of the `total`
+    of the step: it counts samples, alike on all ranks, but not as one process does."""
+    before = _numbers(model) if 1 < own < total else {}
+    yield
+    grown = {name: now - before[name] for name, now in (_numbers(model) if before else {}).items() if name in before}
+    for name, number in grown.items():
+        if number > 0 and number % own == 0 and number % total:
+            raise RuntimeError(
+                f"a step added {number:g} to the buffer {name}, which counts the {own} samples that {strategy} showed "
+                f"it, and not the {total} of the batch; add self.sum_over_ranks(len(x)) in its place, or "
+                "use strategy='single'"
+            )
+
+
+def _numbers(model: nn.Module) -> dict[str, float]:
+    kept = {name: buffer for name, buffer in kept_buffers(model).items() if buffer.numel() == 1}
+    return {name: float(buffer) for name, buffer in kept.items() if not buffer.is_complex()}
+
+
+@contextmanager
+def shared(buffers: SharedBuffers | None, window: Window, strategy: str) -> Iterator[None]:
+    """Around a step, after which ranks hold the same buffers. Every rank of the group calls it."""
+    if buffers is None:
+        yield
+        return
+    own = sum(micro_batch.num_samples for micro_batch in window.micro_batches)
+    looks = buffers.compares and own > len(window.micro_batches)  # else it may count micro-batches
+    with refusing_counts(buffers.model, own * looks, window.num_samples, strategy):
+        yield
+    buffers.share(window.has_samples)
+
+
 class SharedBuffers:
     """Rank 0's buffers overwrite the others' after each step.
 
@@ -35,11 +74,16 @@ class SharedBuffers:
     """
 
     def __init__(self, model: nn.Module, broadcast: bool | None, group: dist.ProcessGroup | None = None) -> None:
-        self._model, self._broadcast, self._group = model, broadcast, group
+        self.model, self._broadcast, self._group = model, broadcast, group
         self._modules = [module for module in model.modules() if _kept(module)]
         self._names = {module: name for name, module in model.named_modules()}
         self._looks = 0
         self._shapes = self._now()
+
+    @property
+    def compares(self) -> bool:
+        """Whether the next step is one whose numbers the host reads."""
+        return self._broadcast is None and self._looks < _LOOKS
 
     def _now(self) -> dict[str, torch.Size]:
         return {
@@ -64,7 +108,7 @@ class SharedBuffers:
         differing = share_buffers(self._modules, self._group, compares, waits=self._looks <= _LOOKS, caches=False)
         if not differing:
             return
-        names = sorted(name for name, buffer in self._model.named_buffers() if id(buffer) in differing)
+        names = sorted(name for name, buffer in self.model.named_buffers() if id(buffer) in differing)
         raise RuntimeError(
             f"after a step the ranks hold different values of a buffer ({', '.join(names[:5])}), computed from the "
             "samples of each, and none of them is that of one process; sum what goes into it over the ranks "

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.wrappers import MetricTracker, Running
 
@@ -429,6 +429,36 @@ class Centered(Base):
 def test_buffers_computed_from_a_ranks_samples_are_refused(strategy: str) -> None:
     with pytest.raises(RuntimeError, match=r"hold different values of a buffer \(center\)"):
         fitted(Centered(), strategy, 4 if "=" in strategy else 2)
+
+
+class CountsSamples(Base):
+    """A number that grows alike on all ranks, and not as on one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def count(self, x: Tensor) -> Any:
+        return len(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += self.count(batch[0])
+        return super().training_step(batch, batch_idx) * (1 + self.seen / 100)
+
+
+class CountsOverRanks(CountsSamples):
+    def count(self, x: Tensor) -> Any:
+        return self.sum_over_ranks(len(x))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "dp"])
+def test_a_buffer_that_counts_a_ranks_samples_is_refused(strategy: str) -> None:
+    with pytest.raises(RuntimeError, match=r"seen, which counts the 4 samples that \w+ showed it, and not the 8"):
+        fitted(CountsSamples(), strategy, 2)
+
+
+def test_a_buffer_may_count_the_samples_of_all_ranks() -> None:
+    assert_as_on_one_process(CountsOverRanks, "ddp", 2)
 
 
 class Remembering(Base):
