@@ -29,8 +29,8 @@ ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where torch keeps the hooks of a tensor: dicts, in which the handles that users hold find what to remove."""
 _OF_TORCH = ("_is_param", "_fsdp_", "_dynamo_")
 """What attributes begin with that torch sets on parameters."""
-_OF_FAKE = {"_fake_device", "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor"}
-"""What torch sets on each FakeTensor."""
+_OF_FAKE = {"_fake_device", "fake_device", "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor"}
+"""What torch sets on each FakeTensor, `fake_device` before torch 2.12."""
 _HOOKS, _PARAMETER = operator.attrgetter(*ATTRIBUTES), operator.itemgetter(1)
 
 

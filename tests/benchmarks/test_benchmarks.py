@@ -225,6 +225,7 @@ def test_plan_gpu_says_how_fast_a_device_is_planned_to_be(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own compiler
 def test_plan_gpu_on_a_gpu(run: Run, tmp_path: Path) -> None:
     size = ("--width", "128", "--depth", "2", "--context", "64", "--vocabulary", "512")
     output, numbers = run("plan_gpu", "--most", "24", "--step", "8", *size, file=tmp_path / "numbers.json")

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from lockstep.strategies.modules.parameter_hooks import copy_module, share_attributes
+from lockstep.strategies.modules.parameter_hooks import copy_attributes, copy_module, share_attributes
 from lockstep.strategies.optimizers.probe import reads_attributes
 from tests.trainer.toy import Net, distance, loader, quiet, weights
 
@@ -129,3 +130,13 @@ def test_a_probe_tells_whether_an_optimizer_reads_them(scale: float | None) -> N
     optimizer = Scaled(layer.parameters())
     assert reads_attributes(optimizer) is (scale is not None)
     assert not reads_attributes(torch.optim.SGD(layer.parameters(), lr=0.1))
+
+
+def test_a_fake_tensor_on_another_device_stays_there() -> None:
+    with FakeTensorMode():
+        original = nn.Parameter(torch.zeros(3, 3))
+        original.lr_scale = 0.5
+        other = nn.Parameter(original.detach().to("meta"))
+        copy_attributes(original, other)
+        assert other.lr_scale == 0.5 and other.device.type == "meta"
+        assert (other @ torch.zeros(3, 3, device="meta")).device.type == "meta"
