@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep.callbacks._support.arguments import check_number
 from lockstep.callbacks._support.monitored_metric import MonitoredMetric, check_keys
 from lockstep.callbacks._support.printing import safe_print
-from lockstep.callbacks.base import Callback
+from lockstep.callbacks.base import Callback, check_number
 
 if TYPE_CHECKING:
     from lockstep import Module, Trainer

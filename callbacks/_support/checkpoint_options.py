@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.callbacks._support.arguments import check_number
+from lockstep.callbacks.base import check_number
 
 _PLACEHOLDER = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 

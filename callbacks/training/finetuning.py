@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lockstep.callbacks._support.arguments import check_number
-from lockstep.callbacks.base import Callback
+from lockstep.callbacks.base import Callback, check_number
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

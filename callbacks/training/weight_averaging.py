@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from lockstep.callbacks._support.arguments import check_number
 from lockstep.callbacks._support.parameter_state import ParameterState, is_held, local
-from lockstep.callbacks.base import Callback
+from lockstep.callbacks.base import Callback, check_number
 
 if TYPE_CHECKING:
     from lockstep import Module, Trainer

@@ -1,13 +1,15 @@
-"""What each rank of a run holds for itself: random streams, running sums of metrics, the position in its data."""
+"""What each rank of a run holds for itself: random streams, running sums of metrics, the position in its data; and the
+gradients that manual optimization keeps from batch to batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.callbacks._support.parameter_state import ParameterState
 from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.strategies.devices import move
 from lockstep.trainer.metrics.entry import COMBINE
@@ -163,3 +165,47 @@ def _restore_streams(run: RunState, saved: list[dict[str, Any]], read: Callable[
     seed_everything(seed)
     for key, (device, _) in saved[0]["rng"]["streams"].items():
         run.streams[key] = torch.Generator(device).manual_seed(derive(seed, key))
+
+
+GRADIENTS = "module.gradients"
+"""The name under which a checkpoint holds `KeptGradients`, beside those of optimizers."""
+
+
+class KeptGradients(ParameterState):
+    """Gradients of manual optimization between two batches. The next one may add to them or step with them, so all
+    that exist are saved: whether its first act is to drop them, nobody knows before."""
+
+    def tensors(self) -> dict[Tensor, dict[str, Any]]:
+        return {p: _saved(p.grad) for p in self.parameters() if p.grad is not None}
+
+    def take(self, parameter: Tensor, saved: dict[str, Any]) -> None:
+        if "gradient" in saved:
+            parameter.grad = saved["gradient"].to(parameter.device)
+            return
+        of_sparse = {"check_invariants": True, "is_coalesced": saved["coalesced"], "device": parameter.device}
+        parameter.grad = torch.sparse_coo_tensor(saved["indices"], saved["values"], parameter.shape, **of_sparse)
+
+
+def kept_gradients(module: Module) -> dict[str, ParameterState]:
+    """What a checkpoint of now is to hold of gradients, by name; nothing if there are none."""
+    kept = [] if module.automatic_optimization else [p for p in module.parameters() if p.grad is not None]
+    return {GRADIENTS: KeptGradients(kept)} if kept else {}
+
+
+def drop_gradients(module: Module, saved: Mapping[str, Any]) -> dict[str, ParameterState]:
+    """Drop the gradients of now, for a checkpoint that holds the `saved` optimizers; what is to take over its own."""
+    if module.automatic_optimization:
+        return {}
+    for parameter in module.parameters():
+        parameter.grad = None
+    if GRADIENTS not in saved:
+        return {}
+    named = dict(module.named_parameters())
+    return {GRADIENTS: KeptGradients(named[name] for name in saved[GRADIENTS]["param_groups"][0]["params"])}
+
+
+def _saved(gradient: Tensor) -> dict[str, Any]:
+    if gradient.layout != torch.sparse_coo:
+        return {"gradient": gradient}
+    kept = {"indices": gradient._indices(), "values": gradient._values()}  # as they are: adding them up rounds
+    return kept | {"coalesced": gradient.is_coalesced()}

@@ -24,7 +24,7 @@ from lockstep.trainer.checkpoint import convert, rank_state, schema, store
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from lockstep.trainer.hparams import Namespace, restored
 from lockstep.trainer.lightning_names import nearest
-from lockstep.trainer.run import hook_content, manual, publish
+from lockstep.trainer.run import hook_content, publish
 from lockstep.trainer.run.hook_content import HookContent, SavedWeights, facts_of
 from lockstep.trainer.setup import frozen, resume
 
@@ -50,7 +50,7 @@ def save(
     """Write a checkpoint of the run at `path`; without `wait` return once it is copied. Every rank calls it, at the
     same place."""
     strategy = run.strategy
-    kept_now = manual.kept_gradients(module)
+    kept_now = rank_state.kept_gradients(module)
     gathered = strategy.state_dict(run.wrapped, {**run.optimizers, **run.parameter_states, **kept_now})
     extra = added_by_hooks(run, module, gathered, run.hooks.on_save_checkpoint)
     tensors, mine = gathered.tensors, strategy.topology.rank == 0
@@ -76,7 +76,7 @@ def save(
         "broadcast": strategy.broadcast,
         "finite": trained
         | {  # not buffers: a mask may hold -inf, nor gradients, which are checked when they are stepped with
-            name for name in tensors if name.startswith("optimizer/") and manual.GRADIENTS not in name
+            name for name in tensors if name.startswith("optimizer/") and rank_state.GRADIENTS not in name
         },
         "also": also,
         "outdated": outdated,
@@ -231,7 +231,7 @@ def restore_optimizers(run: RunState, checkpoint: Checkpoint) -> None:
     with refused(checkpoint.path):
         beside = _saved_beside(run, checkpoint)
         if run.module is not None:
-            beside |= manual.drop_gradients(run.module, state["strategy"]["optimizers"])
+            beside |= rank_state.drop_gradients(run.module, state["strategy"]["optimizers"])
         frozen.check(checkpoint, run.strategy, run.wrapped)
         run.strategy.load_state_dict(run.wrapped, {**run.optimizers, **beside}, checkpoint)
         assert run.optimizer_attributes is not None

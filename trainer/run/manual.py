@@ -1,20 +1,15 @@
-"""What `Module.optimizers()` and `Module.optimizer_step` get, to step by themselves, and the gradients that manual
-optimization keeps from batch to batch."""
+"""What `Module.optimizers()` and `Module.optimizer_step` get, to step by themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lockstep.callbacks._support.parameter_state import ParameterState
-
 if TYPE_CHECKING:
-    from lockstep.trainer.module import Module
     from lockstep.trainer.run.state import RunState
 
 
@@ -143,50 +138,6 @@ def manual_backward(run: RunState, loss: Tensor, retain_graph: bool = False) -> 
         run.called_backward = True
         for hook in run.hooks.on_after_backward:
             hook()
-
-
-GRADIENTS = "module.gradients"
-"""The name under which a checkpoint holds `KeptGradients`, beside those of optimizers."""
-
-
-class KeptGradients(ParameterState):
-    """Gradients of manual optimization between two batches. The next one may add to them or step with them, so all
-    that exist are saved: whether its first act is to drop them, nobody knows before."""
-
-    def tensors(self) -> dict[Tensor, dict[str, Any]]:
-        return {p: _saved(p.grad) for p in self.parameters() if p.grad is not None}
-
-    def take(self, parameter: Tensor, saved: dict[str, Any]) -> None:
-        if "gradient" in saved:
-            parameter.grad = saved["gradient"].to(parameter.device)
-            return
-        of_sparse = {"check_invariants": True, "is_coalesced": saved["coalesced"], "device": parameter.device}
-        parameter.grad = torch.sparse_coo_tensor(saved["indices"], saved["values"], parameter.shape, **of_sparse)
-
-
-def kept_gradients(module: Module) -> dict[str, ParameterState]:
-    """What a checkpoint of now is to hold of gradients, by name; nothing if there are none."""
-    kept = [] if module.automatic_optimization else [p for p in module.parameters() if p.grad is not None]
-    return {GRADIENTS: KeptGradients(kept)} if kept else {}
-
-
-def drop_gradients(module: Module, saved: Mapping[str, Any]) -> dict[str, ParameterState]:
-    """Drop the gradients of now, for a checkpoint that holds the `saved` optimizers; what is to take over its own."""
-    if module.automatic_optimization:
-        return {}
-    for parameter in module.parameters():
-        parameter.grad = None
-    if GRADIENTS not in saved:
-        return {}
-    named = dict(module.named_parameters())
-    return {GRADIENTS: KeptGradients(named[name] for name in saved[GRADIENTS]["param_groups"][0]["params"])}
-
-
-def _saved(gradient: Tensor) -> dict[str, Any]:
-    if gradient.layout != torch.sparse_coo:
-        return {"gradient": gradient}
-    kept = {"indices": gradient._indices(), "values": gradient._values()}  # as they are: adding them up rounds
-    return kept | {"coalesced": gradient.is_coalesced()}
 
 
 def evaluates_again(optimizer: Optimizer) -> bool:
