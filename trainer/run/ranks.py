@@ -128,7 +128,7 @@ def _result(run: RunState, module: Module, returned: Any) -> dict[str, Any]:
         "progress": run.progress.state_dict(),
         "callbacks": [publish.state_of(run, item) for item in run.callbacks],
         "attributes": [own_data(owner) for owner in _owners(run, module)],
-        "parameters": [own_data(parameter) for parameter in module.parameters()],
+        "parameters": {name: own_data(parameter) for name, parameter in module.named_parameters()},
         "log_dirs": [item.run_dir for item in run.loggers],
         "results": {name: vars(run)[name] for name in RESULTS},
     }
@@ -151,8 +151,9 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
             publish.load_state_of(run, item, state)
     for owner, attributes in zip(_owners(run, module), result["attributes"], strict=True):
         take_data(owner, attributes)
-    for parameter, attributes in zip(module.parameters(), result["parameters"], strict=True):
-        take_data(parameter, attributes)
+    parameters = dict(module.named_parameters())
+    for name in parameters.keys() & result["parameters"]:  # a run may have tied some
+        take_data(parameters[name], result["parameters"][name])
     for logger, folder in zip(run.loggers, result["log_dirs"], strict=True):
         logger.run_dir = folder
     vars(run).update(result["results"])

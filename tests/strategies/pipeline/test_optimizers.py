@@ -76,9 +76,10 @@ def test_optimizers_that_read_other_parameters_are_refused_by_name(run_ranks: Ca
 
 class CountedMuon(Muon):
     matrices = 0
+    """Of this rank, so not on the object: that belongs into a checkpoint, if it is the same on all."""
 
     def step(self, closure: Any = None) -> Any:
-        self.matrices += sum(p.grad is not None for group in self.param_groups for p in group["params"])
+        CountedMuon.matrices += sum(p.grad is not None for group in self.param_groups for p in group["params"])
         return super().step(closure)
 
 
@@ -101,10 +102,10 @@ class WithMuon(Base):
 
     def on_train_epoch_start(self) -> None:
         self.net[2][0].weight.requires_grad_(self.current_epoch != 1)
-        self.trainer.optimizers[0].matrices, self.first = 0, self.global_step
+        CountedMuon.matrices, self.first = 0, self.global_step
 
     def on_train_epoch_end(self) -> None:
-        matrices = self.trainer.strategy.all_reduce(torch.tensor(self.trainer.optimizers[0].matrices))
+        matrices = self.trainer.strategy.all_reduce(torch.tensor(CountedMuon.matrices))
         of_step = 4 - (self.current_epoch == 1) + (self.trainer.world_size == 4)  # each stage steps what it shares
         assert int(matrices) == of_step * (self.global_step - self.first)
 

@@ -58,16 +58,6 @@ def _(pl: Any, folder: Path) -> Any:
     return seen(lambda: classifier(pl)().log("x", 1.0))
 
 
-@differs("`self.log` twice in a step with other options", "MisconfigurationException", ["x", "x_epoch", "x_step"])
-def _(pl: Any, folder: Path) -> Any:
-    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
-        self.log("x", 1.0, on_step=True, on_epoch=True)
-        self.log("x", 2.0, on_step=False, on_epoch=True)
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    return seen(lambda: sorted(fit(pl, classifier(pl, training_step=training_step)()).callback_metrics))
-
-
 @differs("hyperparameters of the same name in module and DataModule", "RuntimeError", {"lr": 0.1, "data.lr": 7})
 def _(pl: Any, folder: Path) -> Any:
     class Data(pl.LightningDataModule):
