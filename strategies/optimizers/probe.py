@@ -153,7 +153,7 @@ class _Probe(Trials):
         whole = self._first()
         try:
             return not _same(whole, self.trial(bare=True))
-        except Exception:
+        except Exception:  # it cannot step without them
             return True
 
     def _first(self) -> Trial:

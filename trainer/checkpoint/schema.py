@@ -75,6 +75,8 @@ def _rank_faults(checkpoint: Checkpoint) -> str | None:
                 return f"rank-{rank:05d}.json has no valid {key}"
         if not _is_dict(state.get("shares", {}), lambda metric: _is_dict(metric, _is_torchmetric)):
             return f"rank-{rank:05d}.json has no valid shares"
+        if (misordered := _misordered(checkpoint, dict(references(state)))) is not None:
+            return f"rank-{rank:05d}.json has no valid order of the dimensions of the tensor {misordered!r}"
         if not 0 <= state["data_rank"] < state["data_size"] <= checkpoint.world_size:
             return f"rank-{rank:05d}.json has data_rank={state['data_rank']} and data_size={state['data_size']}"
         if (name := _misnamed(state["sums"], state["torchmetrics"])) is not None:
@@ -116,11 +118,17 @@ def _reference_fault(checkpoint: Checkpoint) -> str | None:
     missing = next(iter(sorted(orders.keys() - names)), None)
     if missing is not None:
         return f"state.json refers to the tensor {missing!r}, which is missing"
-    for name, order in orders.items():
-        if order is not None and not _is_order(order, len(checkpoint.shape(name))):
-            return f"state.json has no valid order of the dimensions of the tensor {name!r}"
+    if (misordered := _misordered(checkpoint, orders)) is not None:
+        return f"state.json has no valid order of the dimensions of the tensor {misordered!r}"
     lost = next((name for name in checkpoint.names("optimizer/") if name not in orders), None)
     return None if lost is None else f"state.json has no reference to the tensor {lost!r}"
+
+
+def _misordered(checkpoint: Checkpoint, orders: dict[str, Any]) -> str | None:
+    """The first tensor of these that is there, with what cannot be an order of its dimensions."""
+    given = {name: order for name, order in orders.items() if order is not None}
+    there = sorted(given.keys() & set(checkpoint.names())) if given else []
+    return next((name for name in there if not _is_order(given[name], len(checkpoint.shape(name)))), None)
 
 
 def references(value: Any) -> Iterator[tuple[str, Any]]:

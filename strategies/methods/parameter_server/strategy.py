@@ -40,8 +40,8 @@ class ParameterServer(SPMDStrategy):
     Batches are handed out to whichever rank is free. `workers` batches that follow each other are a *clock*, whose
     gradients make one optimizer step on the servers, weighted as everywhere; so `global_step` counts clocks. A batch of
     clock c is computed on parameters of version c - `staleness` at least, where version v holds the steps of clocks
-    before v. With `staleness=0` the numbers are those of `ddp`; random ones are drawn
-    as with `virtual_ranks` equal to `workers`.
+    before v. With `staleness=0` the numbers are those of `ddp`; random ones are drawn as with `virtual_ranks` equal to
+    `workers`.
 
     `staleness`: how many steps the parameters that a batch is computed on may be old.
     `workers`: batches a clock; a multiple of the number of ranks, which it is by default.

@@ -287,6 +287,27 @@ def test_a_metric_by_another_name_is_refused(tmp_path: Path, fitted: Path) -> No
         shutil.rmtree(folder)
 
 
+@pytest.mark.parametrize("file", ["state.json", "rank-00000.json"])
+def test_a_forged_order_of_dimensions_is_refused(file: str, tmp_path: Path, fitted: Path) -> None:
+    def forge(value: Any, order: Any) -> None:
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            forge(item, order)
+        if isinstance(value, dict) and "$tensor" in value:
+            value["order"] = order
+
+    for order in ([7], "ab", [0] * 9, [True], {}):
+        folder = tmp_path / "a"
+        shutil.copytree(fitted, folder)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        tree = json.loads((folder / file).read_text())
+        forge(tree, order)
+        replace(folder, manifest, file, json.dumps(tree).encode())
+        sign(folder, manifest)
+        with pytest.raises(CheckpointError, match=f"{file} has no valid order of the dimensions of the tensor"):
+            fit(folder)
+        shutil.rmtree(folder)
+
+
 def test_a_forged_number_of_ranks_is_refused_at_once(tmp_path: Path, two_ranks: Path, fitted: Path) -> None:
     for source, ranks in ((fitted, 10**9), (fitted, 0), (fitted, 2)):
         folder = tmp_path / "a"
