@@ -7,7 +7,7 @@ TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-slow test-gpu test-matrix check format lint types words docs bench clean
+.PHONY: help demo test test-all test-fast test-slow test-gpu test-matrix check format lint types words docs bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -15,7 +15,10 @@ help: ## Show this list
 demo: .venv/.installed ## Train the main example on handwritten digits
 	$(BIN)/lockstep fit examples/digits.yaml
 
-test: .venv/.installed ## Run the tests
+test: .venv/.installed ## Run the tests of every day: all that start no process, and one case of each that does
+	$(TEST_ENV) $(BIN)/pytest --daily -n $(JOBS) --dist worksteal
+
+test-all: .venv/.installed ## Run every case of the tests but those of test-slow, in four times the time
 	$(TEST_ENV) $(BIN)/pytest -n $(JOBS) --dist worksteal
 
 test-fast: .venv/.installed ## Run the tests that start no process, in one to three minutes

@@ -28,7 +28,7 @@ from hypothesis import settings
 
 from lockstep.strategies.launch import forkserver
 from lockstep.strategies.launch.program import changes
-from tests import gpu_report
+from tests import daily, gpu_report
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 LAUNCHER_PREFIXES = (
@@ -118,6 +118,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         _running = None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--daily", action="store_true", help="without tests marked `long` and most cases: tests/daily.py")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", None) and not config.option.basetemp:
@@ -125,8 +129,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # before tests are chosen by their markers, and after it
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     # Files with tests that take long begin first, so that none of them is what all workers wait for at the end.
     long = {item.path for item in items if any(map(item.get_closest_marker, ("timeout", "faults", "docs")))}
     files = {path: i for i, path in enumerate(dict.fromkeys(item.path for item in items))}
@@ -138,6 +142,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+    yield
+    if config.option.daily:
+        set_aside = daily.set_aside(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in set_aside])
+        items[:] = [item for item in items if item not in set_aside]
 
 
 def _group(item: pytest.Item) -> str:

@@ -35,6 +35,7 @@ def test_the_table_counts_outcomes_and_names_reasons() -> None:
     assert rows["ddp"].split()[1:] == ["0", "0", "0"]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_nothing_was_covered(repo_root: Path) -> None:

@@ -94,6 +94,7 @@ def test_packages_are_those_in_the_repository(repo_root: Path, setup_cfg: config
     assert all((repo_root / folder / "__init__.py").is_file() for folder in folders)
 
 
+@pytest.mark.long
 def test_every_import_is_declared(repo_root: Path, setup_cfg: configparser.ConfigParser) -> None:
     declared = requirement_names(setup_cfg["options"]["install_requires"])
     for extra in ("deepspeed", "mlflow", "onnx", "plot", "wandb"):
@@ -219,6 +220,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_script_beside_modules_of_the_same_names(wheel: Path, tmp_path: Path) -> None:
     """Its own `trainer.py`, `callbacks/`, `strategies.py`, `utils.py` and `config.py` stay its own, on every rank."""
     with zipfile.ZipFile(wheel) as archive:
@@ -294,6 +296,7 @@ torch._dynamo torch._export torch._functorch torch._inductor torch.ao torch.dist
 torch.onnx"""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_typed_client_of_the_wheel(wheel: Path, tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="the types are checked where the tools of development are installed")

@@ -70,6 +70,7 @@ def broken(site: Path) -> Iterator[str]:
                 yield f"{path.relative_to(site)} loads {name}"
 
 
+@pytest.mark.long
 def test_the_site_is_complete(site: Path) -> None:
     assert not list(broken(site))
     assert (site / "searchindex.js").stat().st_size > 100_000 and (site / "search.html").exists()

@@ -117,6 +117,7 @@ def test_data(run: Run, tmp_path: Path) -> None:
     sane(numbers["results"], "per_s", output, 2, least=1, most=1e7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("match", ["fused", "accumulate", pytest.param("", marks=pytest.mark.slow)])
 def test_additions(match: str, run: Run, tmp_path: Path) -> None:
     size = ("--width", "32", "--depth", "2", "--batch", "1")
@@ -270,6 +271,7 @@ def test_memory(run: Run, tmp_path: Path) -> None:
         assert row["steps"] > row["total"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("match", ["everything", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_step_profile(match: str, run: Run, tmp_path: Path) -> None:
     output, numbers = run(
@@ -314,6 +316,7 @@ def test_page() -> None:
     )
 
 
+@pytest.mark.long
 def test_control_message(run: Run, tmp_path: Path) -> None:
     output, numbers = run(
         "control_message", "--steps", "8", "--width", "32", "--collectives", "1", file=tmp_path / "numbers.json"

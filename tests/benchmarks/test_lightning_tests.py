@@ -29,6 +29,7 @@ def test_fails():
 """
 
 
+@pytest.mark.long
 def test_outcomes_are_counted_by_file(tmp_path: Path) -> None:
     tests, demos = tmp_path / "tests" / "tests_pytorch", tmp_path / "src" / "lightning" / "pytorch" / "demos"
     tests.mkdir(parents=True)

@@ -46,6 +46,7 @@ def pixels() -> DataLoader:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", [1, 2])
 def test_convolutions_compute_in_the_layout_and_numbers_stay(devices: int) -> None:
     plain, laid_out = Pixels(), Pixels()

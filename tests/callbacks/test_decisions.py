@@ -30,6 +30,7 @@ class Apart(Net):
         )
 
 
+@pytest.mark.long
 def test_ranks_keep_and_stop_by_the_value_over_all_of_them() -> None:
     assert min(range(6), key=lambda i: MEANS[i] - SPREAD[i]) != 1 and min(
         range(6), key=lambda i: MEANS[i] + SPREAD[i]

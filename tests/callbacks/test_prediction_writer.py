@@ -40,6 +40,7 @@ def test_files_hold_the_predictions(tmp_path: Path) -> None:
     assert np.array_equal(written["class.npy"], logits.argmax(1))
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "devices", "size"),
@@ -58,6 +59,7 @@ def test_the_order_is_the_same_on_several_ranks(strategy: str, devices: int, siz
         np.testing.assert_allclose(several[name], expected, rtol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_the_order_is_kept_where_a_rank_has_no_sample_of_a_batch(tmp_path: Path) -> None:
     def split(name: str, devices: int) -> dict[str, np.ndarray]:
@@ -115,6 +117,7 @@ class Padded(Net):
         return batch[0][:, : int(batch[0][:, 0].max())]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_rows_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
     np.save(tmp_path / "predictions.npy", np.zeros(3))

@@ -52,6 +52,7 @@ def column(root: Path, name: str) -> list[float]:
         return [float(row[name]) for row in csv.DictReader(rows) if row[name]]
 
 
+@pytest.mark.long
 def test_digits_reaches_its_accuracy_and_logs_to_tensorboard(tmp_path: Path) -> None:
     output = run("-m", "lockstep", "fit", "examples/digits.yaml", root=tmp_path)
     assert metric(output, "val/acc") >= 0.97

@@ -121,6 +121,7 @@ def test_a_child_that_a_rank_forks_does_not_answer_for_it(how: Any) -> None:
     assert '"exit": "finished"' in (Path(trainer.log_dir or "") / "summary.json").read_text()
 
 
+@pytest.mark.long
 def test_a_child_that_one_process_forks_leaves_the_run_alone() -> None:
     code = """
 import os, sys

@@ -162,6 +162,7 @@ def report(what: str, times: list[float]) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_failing_rank_ends_the_run(tmp_path: Path) -> None:
     times = list(trials(tmp_path, 2, ("save.write", "collective")))
     report("failing rank", times)

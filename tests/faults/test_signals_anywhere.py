@@ -138,6 +138,7 @@ def barrage(nursery: Nursery, folder: Path, strategy: str, count: int, workers: 
     return met
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "strategy", [*DAILY, *(pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES if name not in DAILY)]

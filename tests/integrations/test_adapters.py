@@ -46,6 +46,7 @@ def fit(folder: Path, strategy: str, steps: int, module: Any = None, ckpt_path: 
     return module, saver.last_model_path
 
 
+@pytest.mark.long
 @EACH
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_resumes_from_its_adapters_alone(tmp_path: Path, strategy: str) -> None:
@@ -111,6 +112,7 @@ def test_callbacks_must_agree_on_what_is_omitted(tmp_path: Path) -> None:
         trainer(tmp_path, "single", callbacks=savers, enable_checkpointing=True).fit(Adapted(), loader(KIND))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_peft_writes_and_reads_the_adapters_of_a_run(tmp_path: Path) -> None:
     import peft

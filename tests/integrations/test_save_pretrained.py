@@ -40,6 +40,7 @@ class Exporting(FineTuning):
                 self.model.save_pretrained(self.folder)
 
 
+@pytest.mark.long
 @EACH
 @pytest.mark.parametrize("kind", ["GPT-2", pytest.param("Llama, tied", marks=pytest.mark.slow)])
 def test_transformers_loads_what_a_run_and_its_checkpoints_hold(tmp_path: Path, strategy: str, kind: str) -> None:

@@ -54,6 +54,7 @@ def check(kind: str, strategy: str, found: Result) -> None:
     assert found.loss == pytest.approx(wanted.loss, rel=1e-6)  # transformers computes it in float32
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", DAILY)
 def test_models_of_transformers_are_trained_as_on_one_process(strategy: str) -> None:
     found = on_ranks(DAILY[strategy], strategy)

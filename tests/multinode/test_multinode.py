@@ -61,6 +61,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Expected:
     return Expected(folder, metrics, one_more_epoch(folder))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("devices", "strategies", "rendezvous"),
     [

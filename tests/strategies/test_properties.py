@@ -171,6 +171,7 @@ def on_ranks(name: str, size: int, num_examples: int) -> int:
 MANY = [(name, size) for name in ("ddp", "fsdp") for size in (2, 3, 4)] + [("tensor", 2), ("fsdp=2,tensor=2", 4)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "size", "num_examples"),
     [("ddp", 3, 30), *(pytest.param(*many, 100, marks=pytest.mark.slow) for many in MANY)],

@@ -507,6 +507,7 @@ class Spare(Net):
         return loss + self.late(batch[0]).mean() if self.global_step == 0 else loss
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_unused_parameters_under_ddp_are_named() -> None:
     with pytest.raises(

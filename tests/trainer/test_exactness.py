@@ -174,6 +174,7 @@ trainer.fit(Diverging(optimizer="SGD"), loader(32, 4))
 """
 
 
+@pytest.mark.long
 def test_where_one_rank_diverges_the_run_fails_and_no_weight_is_nan(
     run_ranks: Any, repo_root: Path, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def test_a_trained_module_can_be_given_to_torch_export(fitted: Normed) -> None:
     assert torch.equal(program.module()(x), fitted(x))
 
 
+@pytest.mark.long
 @pytest.mark.ranks  # the exporter asks for the platform
 def test_an_onnx_file_computes_what_the_module_computes(fitted: Normed, tmp_path: Path) -> None:
     from onnx.reference import ReferenceEvaluator

@@ -145,6 +145,7 @@ quiet().fit(Own(), loader(80))
 """
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_ctrl_c_ends_a_script_without_a_traceback() -> None:
     done = subprocess.run(

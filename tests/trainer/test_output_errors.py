@@ -153,6 +153,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "when", "strategy", "devices", "steps"),
@@ -178,6 +179,7 @@ def test_output_that_breaks_ends_no_training_and_loses_no_checkpoint(
     assert (tmp_path / "root" / "kept" / f"step={steps}" / "manifest.json").is_file()
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_reader_that_goes_leaves_exit_code_0(tmp_path: Path, repo_root: Path) -> None:
     """`python train.py | head -1`: neither the end of the process nor the user's own prints fail."""

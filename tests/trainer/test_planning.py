@@ -111,6 +111,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")  # that of digits ends with one
 @pytest.mark.parametrize(
@@ -167,6 +168,7 @@ SMALL = {"reduce_bucket_size": 5000, "stage3_param_persistence_threshold": 1000,
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("model", "stage", "zero", "devices", "options"),
@@ -202,6 +204,7 @@ def test_collectives_of_deepspeed_are_those_of_a_run(
     assert planned(found) == counted(make, strategy(config=config), devices, **options)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "name",
@@ -258,6 +261,7 @@ def test_stages_of_deepspeed_shard_optimizer_state_gradients_and_parameters() ->
         assert half <= rank.gradients < 1.5 * half, stage  # a gradient that two ranks share is whole on both
 
 
+@pytest.mark.long
 @pytest.mark.ranks  # its package starts a process
 def test_what_deepspeed_offloads_is_in_the_hosts_memory() -> None:
     """Masters, AdamW's two and gradients leave the device; gradients are copied there, new parameters back."""
@@ -290,6 +294,7 @@ def orthogonal() -> tuple[Module, Any]:
     return Orthogonal(), Data()
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("fsdp", 2), *(pytest.param(s, 4, marks=SLOW) for s in ("fsdp", "fsdp=2,tensor=2"))]
@@ -310,6 +315,7 @@ def test_matrices_that_are_stepped_whole() -> None:
     assert rank.other_state >= sum(sizes) // 2 + max(sizes)
 
 
+@pytest.mark.long
 @pytest.mark.unit
 def test_what_fsdp_offloads_is_in_the_hosts_memory() -> None:
     (here,), (away,) = (of_net(FSDP(cpu_offload=on), 2, Net(width=1000)).ranks for on in (False, True))
@@ -343,6 +349,7 @@ class Data(DataModule):
         return loader(64)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_hooks_of_parameters_and_whole_models_communicate_as_in_a_run() -> None:
     """But for the random streams that ranks share: their text is a few bytes longer or shorter."""
@@ -365,6 +372,7 @@ def test_an_optimizer_that_branches_on_values_is_refused() -> None:
         plan(Trainer(strategy="ddp", devices=2, max_steps=1, **QUIET | {"gradient_clip_val": None}), Newton(), loader())
 
 
+@pytest.mark.long
 @pytest.mark.unit
 def test_a_thousand_ranks_and_a_model_without_memory() -> None:
     class Wide(Net):
@@ -408,6 +416,7 @@ def test_the_module_that_is_planned_is_not_changed() -> None:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.long
 @pytest.mark.unit
 def test_activation_checkpointing_trades_activations_for_work() -> None:
     module, data = gpt()
@@ -430,6 +439,7 @@ def test_each_stage_of_a_pipeline_is_planned() -> None:
     assert sum(rank.parameters for rank in found.ranks) == 4 * found.num_parameters
 
 
+@pytest.mark.long
 @pytest.mark.unit
 def test_what_methods_keep_between_steps_is_counted() -> None:
     """Learners of a rank have the common weights and the outer optimizer's momentum beside their own weights, ranks

@@ -215,6 +215,7 @@ def test_ranks_begin_alike_and_draw_different_noise() -> None:
     assert all(len(set(column)) == 3 for column in noise.T.tolist()), "torch, random and numpy"
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "ranks"), [("tensor", 2)])
 def test_ranks_that_share_samples_share_a_stream(strategy: str, ranks: int) -> None:

@@ -285,6 +285,7 @@ class OncePerStep(InWindow):
     at = "on_before_zero_grad"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
 def test_the_whole_model_is_seen_after_a_window_and_not_within(strategy: str) -> None:
     with pytest.raises(RuntimeError, match="called within an accumulation window, whose gradients are not added up"):
@@ -311,6 +312,7 @@ class WholeByHand(ByHand):
                 gradient.div_(norm + 0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("ddp", 2), ("fsdp", 2), ("tensor", 2), ("ddp=2,fsdp=2", 4), ("fsdp=2,tensor=2", 4)]
 )
@@ -368,6 +370,7 @@ def norm_of(strategy: str, devices: int, **options: Any) -> float:
     return float(fitted(NormsWithin(), strategy, devices, **options).trainer.callback_metrics["norm"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [("ddp=2,pipeline=2", {}), ("fsdp=2,pipeline=2", {}), ("ddp=2,pipeline=2", {"virtual_ranks": 2})],

@@ -42,6 +42,7 @@ def test_a_run_resumed_from_a_checkpoint_is_the_run_that_was_not(seed: int, tmp_
     assert found.differences(expected, 0.0) == [], composition
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(s, marks=pytest.mark.slow) for s in [*STRATEGIES][1:])])
@@ -61,6 +62,7 @@ def test_a_strategy_gives_the_numbers_of_one_process_or_a_sentence(strategy: str
     assert equal > len(seeds) / 2
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def test_every_case_is_what_the_table_says(head: str) -> None:
     assert column(strategy, devices, expected(precision_of(strategy), suffix)) == written()[head]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("head", ["ddp=2,pipeline=2", "fsdp=2,pipeline=2"])
 def test_a_stage_without_buffers_is_evaluated_beside_one_that_has_some(head: str) -> None:
     names = ["pruned weights", "orthogonal weights"]
@@ -48,6 +49,7 @@ def test_a_stage_without_buffers_is_evaluated_beside_one_that_has_some(head: str
     assert found == {name: written()[head][name] for name in names} == dict.fromkeys(names, "equal")
 
 
+@pytest.mark.long
 def test_a_few_cases_that_accumulate_are_what_the_table_says() -> None:
     head = f"ddp{ACCUMULATING}"
     found = column(*COLUMNS[head], expected_results(head, DAILY_IN_2_MICRO_BATCHES))

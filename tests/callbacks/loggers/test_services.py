@@ -112,6 +112,7 @@ def of_tensorboard(log_dir: Path) -> Points:
 KILL = "rank={rank},step=6,point=backward,action=sigkill,file=count"
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "devices", "kill"), [pytest.param("single", 1, True, marks=pytest.mark.slow), ("ddp", 2, False)]
@@ -150,6 +151,7 @@ def test_every_logger_holds_the_same_numbers_and_each_step_once(
     assert {tag: [(step, pytest.approx(value)) for step, value in shown[tag]] for tag in table} == table
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_second_trainer_resumes_the_services_runs(repo_root: Path) -> None:
     def fit(epochs: int, ckpt_path: str | None) -> Trainer:

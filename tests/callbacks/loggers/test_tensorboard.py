@@ -248,6 +248,7 @@ print("trained")
 """
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_file_that_cannot_grow_costs_one_warning(tmp_path: Path, repo_root: Path) -> None:
     result = subprocess.run(

@@ -129,6 +129,7 @@ def test_callbacks_can_be_copied_while_a_run_is_on(tmp_path: Path) -> None:
     assert trainer.global_step == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_second_fit_saves_into_the_folder_of_its_own_version(tmp_path: Path, devices: int) -> None:
     saver, module = ModelCheckpoint(save_last=True), net()

@@ -155,6 +155,7 @@ def _on_a_rank(folder: Path) -> list[list[int]]:
     return steps
 
 
+@pytest.mark.long
 def test_ranks_with_other_clocks_save_at_the_same_steps_under_the_same_names(
     tmp_path: Path, run_ranks: Callable[..., Any]
 ) -> None:

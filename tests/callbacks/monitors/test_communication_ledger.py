@@ -97,10 +97,12 @@ def counted(strategy: str | Strategy, devices: int = RANKS, **options: Any) -> d
     return {f"{row['collective']} {row['dtype']}": (row["calls"], row["bytes"]) for row in report["rows"]}
 
 
+@pytest.mark.long
 def test_ddp_exchanges_each_gradient_once_a_step() -> None:
     assert counted(DDP(bucket_cap_mb=100)) == {"all-reduce float32": (1, WHOLE)}
 
 
+@pytest.mark.long
 def test_fsdp_gathers_blocks_twice_and_the_rest_once_a_micro_batch() -> None:
     assert counted("fsdp") == {
         "all-gather float32": (2 * (3 + 1 + 3), 2 * (WHOLE + BLOCKS)),
@@ -108,6 +110,7 @@ def test_fsdp_gathers_blocks_twice_and_the_rest_once_a_micro_batch() -> None:
     }
 
 
+@pytest.mark.long
 def test_tensor_exchanges_activations_for_each_pair_of_layers() -> None:
     """A perceptron that is sharded by columns, then rows: one all-reduce forward and one backward, in every
     micro-batch."""
@@ -115,6 +118,7 @@ def test_tensor_exchanges_activations_for_each_pair_of_layers() -> None:
     assert counted(TensorParallel(plan=plan)) == {"all-reduce float32": (2 * 3 * 2, 2 * 3 * 2 * ACTIVATIONS)}
 
 
+@pytest.mark.long
 def test_a_pipeline_sends_activations_and_their_gradients() -> None:
     assert counted("pipeline") == {"send float32": (4, 2 * ACTIVATIONS), "recv float32": (4, 2 * ACTIVATIONS)}
 
@@ -124,6 +128,7 @@ def test_one_process_exchanges_nothing(capsys: pytest.CaptureFixture[str]) -> No
     assert "communication in a step, over 2 steps on 1 rank: none" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_table_is_shown_at_the_end(capfd: pytest.CaptureFixture[str]) -> None:
     quiet(devices=2, callbacks=[CommunicationLedger()]).fit(net(), loader(128))
     shown = capfd.readouterr().out

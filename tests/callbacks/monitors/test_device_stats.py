@@ -33,6 +33,7 @@ def test_memory_and_load_are_logged(tmp_path: Any) -> None:
     assert 0 < float(trainer.callback_metrics["device/process_cpus"]) <= 64
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_the_largest_of_all_ranks_counts() -> None:
     class Uneven(Net):

@@ -60,6 +60,7 @@ def test_only_logged_steps_have_one() -> None:
     assert run(log_every_n_steps=3)[2:] == pytest.approx([norms[2], norms[2], norms[2], norms[5], norms[5]], rel=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
 def test_shards_have_the_whole_norm(strategy: str) -> None:

@@ -115,6 +115,7 @@ def test_the_interval_is_checked() -> None:
         LearningRateMonitor("batch")  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 def test_rates_are_callback_metrics_on_every_rank(interval: Any) -> None:

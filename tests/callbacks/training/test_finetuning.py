@@ -67,6 +67,7 @@ def test_a_backbone_joins_at_its_epoch() -> None:
     assert distance(weights(module), weights(by_hand())) <= 1e-13
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
 def test_a_strategy_changes_nothing(strategy: str) -> None:

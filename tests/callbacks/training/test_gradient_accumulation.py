@@ -97,6 +97,7 @@ def test_manual_optimization_is_refused() -> None:
         trainer.fit(Manual(), loader())
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_deepspeed_is_refused() -> None:
     trainer = quiet(strategy="deepspeed", devices=2, callbacks=[GradientAccumulationScheduler({1: 2})])
@@ -120,6 +121,7 @@ class Validations(Callback):
         self.at.append((trainer.current_epoch, trainer.global_step))
 
 
+@pytest.mark.long
 def test_fractions_of_an_epoch_follow_the_schedule_where_batches_are_split(tmp_path: Path) -> None:
     def run(path: Path | None = None) -> list[tuple[int, int]]:
         seen = Validations()

@@ -119,6 +119,7 @@ def test_one_s_own_schedule() -> None:
     assert counts == [3, 7]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tensor", "pipeline"))]
@@ -265,6 +266,7 @@ def test_layers_unfrozen_later_are_averaged() -> None:
     assert not torch.equal(module.net[0].weight, seen.in_training[-1][0])
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_is_refused(stage: int) -> None:
@@ -292,6 +294,7 @@ class Saves(Callback):
     def on_train_end(self, trainer: Any, module: Any) -> None: ...
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_users_may_save_averages_in_a_hook(tmp_path: Any) -> None:
     for options in ({"strategy": "pipeline", "devices": 2, "split_batches": True}, {}):

@@ -49,6 +49,7 @@ def test_the_largest_size_that_fits_is_set_and_the_run_is_that_run(options: dict
     assert equal(weights(module), weights(expected))
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_agree(devices: int) -> None:

@@ -108,6 +108,7 @@ def test_a_finder_of_the_module_is_refused() -> None:
         quiet().fit(Finds(), loader())
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "devices"), [pytest.param("ddp", 4, marks=pytest.mark.slow), ("fsdp", 2), ("pipeline", 2)]

@@ -96,6 +96,7 @@ DAILY = (("powersgd=9",), 2)
 RARELY = ("topk=1", "randomk=1", "qsgd=48", "sign,start=50")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("names", "devices"), [DAILY, *(pytest.param(RARELY, n, marks=pytest.mark.slow) for n in (2, 3))]
 )
@@ -141,6 +142,7 @@ def digests(strategy: Strategy) -> dict[str, str]:
         strategy.teardown()
 
 
+@pytest.mark.long
 def test_every_bit_is_the_same_on_any_number_of_ranks() -> None:
     found = []
     for devices in (1, 2, 4):
@@ -192,6 +194,7 @@ def test_a_step_that_is_skipped_leaves_weights_and_residuals(bad: str, monkeypat
     assert trainer.global_step == 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "then"), [(2, 1), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((2, 2), (1, 4)))]
 )
@@ -232,6 +235,7 @@ class SaveAtStart(Callback):
         trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.long
 def test_residuals_are_read_on_another_number_of_ranks(tmp_path: Path) -> None:
     path = saved(tmp_path / "two", 2)
     two = Checkpoint.open(path)

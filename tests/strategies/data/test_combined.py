@@ -104,6 +104,7 @@ LOADERS: dict[str, Callable[[int], Any]] = {
 }
 
 
+@pytest.mark.long
 @given(
     kinds=st.lists(st.tuples(st.sampled_from(sorted(LOADERS)), st.integers(1, 11)), min_size=1, max_size=3),
     mode=st.sampled_from(MODES),

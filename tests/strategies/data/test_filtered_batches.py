@@ -147,6 +147,7 @@ def packed_fit(module: Module, devices: int, **options: Any) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_mean_over_a_batch_that_does_not_show_its_samples_is_refused_where_it_is_weighted() -> None:
     packed_fit(PackedLog(), 1)
@@ -183,6 +184,7 @@ def two_views(items: list[Any]) -> Any:
     return None if batch is None else [torch.cat([batch[0], 0.1 - batch[0] / 2]), torch.cat([batch[1], batch[1]])]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_two_rows_of_one_sample_have_no_weight_beside_two_of_each() -> None:
     loader = DataLoader(SAMPLES, 4, collate_fn=two_views)  # type: ignore[arg-type]

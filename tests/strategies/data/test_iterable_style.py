@@ -203,6 +203,7 @@ def read_own_stream_on_a_rank() -> list[Any]:
     return both
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_real_ranks_agree_on_a_stream_that_shards_itself(run_ranks: Callable[..., Any]) -> None:
     assert run_ranks(read_own_stream_on_a_rank, 2) == [[[[[0, 2], [4]], 5]], [[[[1, 3], [1, 3]], 5]]]

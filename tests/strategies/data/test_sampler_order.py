@@ -52,6 +52,7 @@ def fit(loader: Any, strategy: Any = "ddp", devices: int = 2, module: Any = None
     return module
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loader", "options", "step"),
     [
@@ -80,6 +81,7 @@ class Pairs(Net):
         return super().training_step(batch["one"], batch_idx) + super().training_step(batch["other"], batch_idx)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_of_several_loaders_too(num_workers: int) -> None:
     def loaders(sampler: Any) -> dict[str, Any]:
@@ -99,6 +101,7 @@ def large(items: list[Any]) -> Any:
     return default_collate(kept) if kept else None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_equal_orders_are_those_of_one_process(num_workers: int) -> None:
     def trained(**layout: Any) -> Any:

@@ -236,6 +236,7 @@ for windows in held:
 """
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_program_that_ends_with_open_loaders_says_nothing_of_their_workers() -> None:
     ended = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=120)

@@ -52,6 +52,7 @@ def test_losses_and_weights_are_those_of_one_process_at_every_step(stage: int, s
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -87,6 +88,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], Plan]] = {
 }
 
 
+@pytest.mark.long
 def test_options_change_no_number(tmp_path: Path) -> None:
     """All on the same ranks: an import of DeepSpeed takes longer than a training."""
     plans = {name: replace(plan, precision="32-true") for name, (_, plan) in OPTIONS.items()}
@@ -114,6 +116,7 @@ class Skips(Net):
         return Loss(loss * 0, 0) if skip else Loss(loss, len(y))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stage", [pytest.param(stage, marks=pytest.mark.slow) if stage < 3 else stage for stage in STAGES]
 )
@@ -136,11 +139,13 @@ class NoneAfterRunning(Net):
         return None if batch_idx == 2 else loss
 
 
+@pytest.mark.long
 def test_zero_3_says_why_a_step_that_has_run_the_model_may_not_return_none() -> None:
     with pytest.raises(RuntimeError, match=r"returned None after it had run the model.*Loss\(total \* 0, 0\)"):
         quiet(strategy="deepspeed_stage_3", devices=2).fit(NoneAfterRunning(), loader())
 
 
+@pytest.mark.long
 def test_bfloat16_weights_are_saved_from_their_float32_masters(tmp_path: Path) -> None:
     plan = Plan(precision="bf16-true", optimizer="SGD", accumulate=2)
     contract.run(DeepSpeed(stage=3, config=CUT_ALL), 2, plan, tmp_path / "end")
@@ -172,6 +177,7 @@ class Doubled(Callback):
         self.output = state["output"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", [pytest.param("deepspeed_stage_2", marks=pytest.mark.slow), "deepspeed_stage_3"])
 def test_full_weights_during_a_run(strategy: str) -> None:
     outputs = []
@@ -201,6 +207,7 @@ class Normed(Net):
         assert torch.equal(first, second) or not self.checks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stage", [pytest.param(stage, marks=pytest.mark.slow) if stage != 2 else stage for stage in STAGES]
 )
@@ -296,6 +303,7 @@ class Marked(Net):
         self.ended = [True]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 3])
 def test_attributes_that_hooks_create_are_the_callers_and_the_engines_are_not(stage: int) -> None:
     module = Marked()

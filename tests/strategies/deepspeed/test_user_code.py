@@ -234,6 +234,7 @@ REST: list[tuple[type[Module], str]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cases", [WHOLE + REST, ANYWHERE], ids=["whole parameters", "any stage"])
 def test_what_user_code_does_has_the_effect_of_one_process(cases: list[tuple[type[Module], str]]) -> None:
     checked = {"num_sanity_val_steps": 2}
@@ -269,12 +270,14 @@ REFUSED: list[tuple[type[Module], str, str]] = [
 ]
 
 
+@pytest.mark.long
 def test_what_would_change_numbers_is_refused_by_name() -> None:
     found = launch(train_each, ([(kind, stage, {}) for kind, stage, _ in REFUSED],), 2)
     for (kind, stage, sentence), result in zip(REFUSED, found, strict=True):
         assert isinstance(result, str) and sentence in result, (kind.__name__, stage, result)
 
 
+@pytest.mark.long
 def test_counts_and_shapes_are_those_of_whole_parameters(tmp_path: Path) -> None:
     class Counts(Plain):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -370,6 +373,7 @@ class CopiesMetrics(Plain):
         copy.deepcopy(self.net if self.of_net else self.accuracy)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 3])
 def test_torchmetrics_objects_can_be_copied(stage: int) -> None:
     trained = quiet(strategy=DeepSpeed(stage=stage), devices=2, max_epochs=1)
@@ -377,6 +381,7 @@ def test_torchmetrics_objects_can_be_copied(stage: int) -> None:
     assert trained.global_step
 
 
+@pytest.mark.long
 def test_layers_in_pieces_cannot_be_copied() -> None:
     with pytest.raises(RuntimeError, match=r"in pieces over the ranks under ZeRO-3 was copied \(copy.deepcopy\)"):
         quiet(strategy=DeepSpeed(stage=3), devices=2, max_epochs=1).fit(CopiesMetrics(of_net=True), loader())

@@ -154,6 +154,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.long
 def test_a_rank_holds_what_the_program_changed(ask: Callable[..., tuple[Answers, str]]) -> None:
     change = "\n".join(change for change, *_ in CHANGES.values())
     answers, said = ask(change, *[expression for _, *expressions in CHANGES.values() for expression in expressions])
@@ -164,6 +165,7 @@ def test_a_rank_holds_what_the_program_changed(ask: Callable[..., tuple[Answers,
             assert here == there != before, (name, expression)
 
 
+@pytest.mark.long
 def test_what_is_imported_later_is_changed_too(ask: Callable[..., tuple[Answers, str]]) -> None:
     change = "import settings\nsettings.LR, settings.config.lr, settings.SCALE = 0.5, 0.25, 1.5"
     answers, _ = ask(change, "settings.uses()", "other.both()", imported="os")
@@ -171,6 +173,7 @@ def test_what_is_imported_later_is_changed_too(ask: Callable[..., tuple[Answers,
     assert answers["other.both()"] == ("", "([8, 8], 2, 0.25)", "([8, 8], 2, 0.25)")
 
 
+@pytest.mark.long
 def test_a_rank_keeps_what_is_its_own(ask: Callable[..., tuple[Answers, str]]) -> None:
     answers, _ = ask("settings.LR = 0.5", "settings.RANK", "settings.STARTED_AS", "settings.ON_A_RANK", "settings.LR")
     assert answers["settings.RANK"] == ("-1", "-1", "0")
@@ -179,6 +182,7 @@ def test_a_rank_keeps_what_is_its_own(ask: Callable[..., tuple[Answers, str]]) -
     assert answers["settings.LR"] == ("0.1", "0.5", "0.5")
 
 
+@pytest.mark.long
 def test_a_cache_that_cannot_be_sent_is_filled_on_the_rank(ask: Callable[..., tuple[Answers, str]]) -> None:
     answers, said = ask("settings._cache = threading.Lock()", "settings._cache is None")
     assert answers["settings._cache is None"] == ("True", "False", "True") and not said
@@ -202,6 +206,7 @@ def test_a_replacement_that_cannot_be_sent_is_refused(program: Callable[[str], P
     assert "settings.helper was replaced since its file was imported" in err.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_what_is_installed_into_a_folder_is_a_package(program: Callable[[str], Program], tmp_path: Path) -> None:
     """As by `pip install --target`: its modules fill themselves, also with what no rank could take over."""
     record = tmp_path / "libs" / "library-1.0.dist-info" / "RECORD"

@@ -120,6 +120,7 @@ def hold_on(folder: Path) -> None:
     time.sleep(100)
 
 
+@pytest.mark.long
 def test_a_program_that_gets_sigterm_lets_every_rank_save_and_exits_with_143(
     program: Callable[[str], Program], tmp_path: Path
 ) -> None:

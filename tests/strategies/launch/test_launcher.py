@@ -85,6 +85,7 @@ def test_a_second_launch_uses_the_same_server() -> None:
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.long
 def test_threads_follow_the_cores_unless_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch(torch.get_num_threads, (), 1) == 1  # tests run with OMP_NUM_THREADS=1
     monkeypatch.delenv("OMP_NUM_THREADS")

@@ -16,6 +16,7 @@ from tests.strategies.launch.programs import Program, wait_until
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_a_killed_launcher(program: Callable[[str], Program], tmp_path: Path) -> None:
     shared = set(os.listdir("/dev/shm"))
     run = program("""
@@ -61,6 +62,7 @@ def test_nothing_is_left_of_a_killed_launcher(program: Callable[[str], Program],
     assert {name for name in left if not name.startswith("tmp")} == set()  # folders of tests that run beside this one
 
 
+@pytest.mark.long
 def test_a_forked_copy_of_the_launcher_leaves_its_server_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     server = launch(os.getppid, (), 1)
     monkeypatch.setattr(forkserver, "PRELOAD", ("torch",))  # of the copy's own server

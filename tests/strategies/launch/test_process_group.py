@@ -133,6 +133,7 @@ def run_under(launcher: list[str], tmp_path: Path, repo_root: Path, **environ: s
     return run.stdout
 
 
+@pytest.mark.long
 def test_torchrun_and_its_restart(tmp_path: Path, repo_root: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     out = run_under(torchrun, tmp_path, repo_root)
@@ -182,6 +183,7 @@ for outer in ("pipeline", "ddp"):
 """
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_second_run_in_a_process_gets_no_mesh_of_the_first() -> None:
     ended = subprocess.run([sys.executable, "-c", MESHES], capture_output=True, text=True, timeout=120)

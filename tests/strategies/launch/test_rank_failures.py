@@ -189,6 +189,7 @@ def die_with_server() -> None:
     time.sleep(100)
 
 
+@pytest.mark.long
 def test_ranks_do_not_outlive_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     with another_server(monkeypatch):
         with pytest.raises(

@@ -15,6 +15,7 @@ from tests.strategies.launch.programs import Program
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.long
 def test_script_without_a_guard(program: Callable[[str], Program], tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("def double(x):\n    return 2 * x\n")
     run = program("""

@@ -71,6 +71,7 @@ def test_a_rank_that_hangs_is_named_with_step_phase_and_stacks(
     assert "step_agreement.py" in beside or "_engine_run_backward" in beside, "what the other rank waits in"
 
 
+@pytest.mark.long
 def test_a_run_that_hung_is_started_again(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(fault_injection.VARIABLE, "rank=0,step=3,point=forward,action=sigstop,file=count")
     trainer = quiet(strategy="ddp", devices=2, max_restarts=1)
@@ -92,6 +93,7 @@ class Stuck(Dataset):
         return data(64)[index]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_data_loader_that_blocks(workers: int) -> None:
     error, text = hang(quiet(devices=2, max_steps=8), DataLoader(Stuck(), batch_size=4, num_workers=workers))
@@ -178,11 +180,13 @@ def prepare_data() -> None:
     time.sleep(1.8 * QUICK_S)  # the third look, at 3 x QUICK_S, is within it
 
 
+@pytest.mark.long
 def test_no_alarm_while_a_rank_gives_signs_or_has_no_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(watchdog.VARIABLE, str(QUICK_S))
     assert launch(works_without_a_sign, (tmp_path / "mark",), 2) == 7
 
 
+@pytest.mark.long
 def test_zero_is_never(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(watchdog.VARIABLE, "0")
     monkeypatch.setenv(fault_injection.VARIABLE, f"rank=1,step=3,point=forward,action=sleep,seconds={3 * LIMIT_S}")
@@ -295,6 +299,7 @@ def wait_without_a_pause() -> None:
     dist.barrier()
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_for_others_without_a_pause_does_not_compute() -> None:
     start = time.monotonic()
     with pytest.raises(RankFailure, match="rank 1 hangs") as caught:
@@ -346,6 +351,7 @@ def stop_the_server(folder: Path) -> str:
     return "done"
 
 
+@pytest.mark.long
 def test_a_server_that_is_stopped_is_continued(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     start = time.monotonic()
     assert launch(stop_the_server, (tmp_path,), 2) == "done"

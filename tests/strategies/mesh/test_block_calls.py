@@ -93,6 +93,7 @@ class CheckpointedByHand(Blocks):
         return F.cross_entropy(self.net[2](h), batch[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "devices", "makes"),
     [

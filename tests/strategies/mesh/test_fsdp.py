@@ -52,6 +52,7 @@ def seeded(cls: Any, **options: Any) -> Any:
     return cls(**options)
 
 
+@pytest.mark.long
 def test_an_odd_module_trains_as_on_one_process() -> None:
     """0-dim, tied, frozen and directly used parameters, submodules called past their parents, hooks that compute, ranks
     without samples."""
@@ -81,6 +82,7 @@ def test_several_optimizers(module: Any) -> None:
     assert distance(weights(one), weights(sharded)) < 1e-12
 
 
+@pytest.mark.long
 def test_blocks_may_stay_gathered_on_groups_of_ranks() -> None:
     one, sharded = seeded(Odd, bypass=False), seeded(Odd, bypass=False)
     fit("single", 1, one, tokens(8), max_epochs=1)
@@ -229,6 +231,7 @@ def test_a_rank_of_four_holds_a_quarter(tmp_path: Path) -> None:
     assert found["fsdp"]["most"] * 4 == found["ddp"]["most"], "every dimension divides by four"
 
 
+@pytest.mark.long
 def test_state_passes_through_any_world_size_bit_for_bit(tmp_path: Path) -> None:
     """4 ranks → one process → 2 ranks, without a step in between: nothing is rounded, nothing is lost."""
     contract.run(FSDP(), 4, Plan(epochs=1, accumulate=2), tmp_path / "four")
@@ -306,6 +309,7 @@ def on_launched_ranks(folder: str) -> list[Any]:
     return [hooks, weights(module)]
 
 
+@pytest.mark.long
 def test_ranks_of_another_launcher_keep_a_plain_module(run_ranks: Any, tmp_path: Path) -> None:
     one = seeded(Odd)
     fit("single", 1, one, tokens(8), tokens(6, 4, False), max_epochs=1)
@@ -368,6 +372,7 @@ class Ema(Callback):
         self.saved = state["average"]
 
 
+@pytest.mark.long
 def test_what_a_callback_keeps_of_cut_parameters_is_saved_whole(tmp_path: Path) -> None:
     def run(strategy: str, **options: Any) -> list[Tensor]:
         saver = ModelCheckpoint(

@@ -73,6 +73,7 @@ class Freezes(Blocks):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)
 def test_parameter_hooks_whole_edits_and_freezing_follow_one_process(strategy: str, devices: int) -> None:
     exact(strategy, devices, Hooked, Edits, Freezes, max_epochs=3)

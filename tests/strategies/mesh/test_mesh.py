@@ -133,6 +133,7 @@ def test_three_axes_on_eight_ranks(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mesh",
     ["fsdp=2,tensor=2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("ddp=2,tensor=2", "ddp=2,fsdp=2"))],

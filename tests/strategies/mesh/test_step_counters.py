@@ -66,6 +66,7 @@ def test_a_count_of_steps_is_refused_where_a_rank_has_no_samples(
         fit(strategy, devices, make(), labeled(17))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)
 def test_a_count_of_steps_holds_where_every_rank_has_samples_or_it_is_a_buffer(strategy: str, devices: int) -> None:
     exact(strategy, devices, Annealed)

@@ -67,6 +67,7 @@ def same(
     return cut
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -88,6 +89,7 @@ class Tied(GPT):
         self.head.weight = self.token.weight
 
 
+@pytest.mark.long
 def test_a_tied_head_is_cut_with_its_embedding() -> None:
     cut = same(TensorParallel(loss_parallel=True), lambda: seeded(Text, network=Tied))
     assert cut.gpt.head.weight is cut.gpt.token.weight
@@ -133,12 +135,14 @@ class Gated(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+@pytest.mark.long
 def test_other_forms_and_dropout_follow_one_process() -> None:
     """One seed in a group: noise on whole activations is the same on its ranks, on cut ones each has its part of it."""
     cut = same(TensorParallel(), lambda: seeded(Text, network=Other))
     assert cut.gpt.attention.num_heads == 4, "the caller's module counts all heads again"
 
 
+@pytest.mark.long
 def test_ranks_that_share_samples_share_noise_and_others_do_not() -> None:
     class Noisy(Text):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

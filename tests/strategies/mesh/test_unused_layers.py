@@ -87,6 +87,7 @@ def test_layers_that_ranks_use_differently_are_named(make: Callable[[], Module],
     assert time.monotonic() - begin < 20
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="needs torch 2.13, and is refused before")
 @pytest.mark.parametrize(
     "strategy", [FSDP(find_unused_parameters=True), MeshParallel("fsdp=2,tensor=2", find_unused_parameters=True)]

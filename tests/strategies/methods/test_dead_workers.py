@@ -47,6 +47,7 @@ def check(got: Any, trainer: Trainer, workers: int, folder: Path) -> Path:
     return record
 
 
+@pytest.mark.long
 @pytest.mark.faults
 def test_others_compute_the_batches_of_a_worker_that_is_killed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]

@@ -202,6 +202,7 @@ OF_MATRICES: list[Any] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(("inner", "options"), OF_MATRICES)
 def test_an_island_steps_whole_matrices(inner: str, options: dict[str, Any], tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_a_compressor_that_sends_everything_changes_nothing() -> None:
     assert difference([*less.parameters()], [*expected.parameters()]) > 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.unit
 def test_error_reset_is_local_sgd_if_everything_is_sent() -> None:
     for period, make, whole in ((3, MOMENTUM, LocalSGD(learners=4, period=3)), (1, PLAIN, "single")):

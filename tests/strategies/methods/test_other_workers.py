@@ -35,6 +35,7 @@ def test_without_staleness_the_numbers_of_workers_before_and_after_do_not_matter
         assert sorted(i for step, i in resumed.seen if step >= 16) == sorted(i for step, i in got.seen if step >= 16)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_run_with_other_workers_begins_a_record_that_replays_from_its_checkpoint(tmp_path: Path) -> None:
     path, _, first = saved_at(16, ParameterServer(2, workers=2), tmp_path, max_steps=16)

@@ -33,6 +33,7 @@ def schedule_of(trainer: Trainer) -> Path:
     return Path(str(trainer.log_dir)) / "schedule.jsonl"
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "options",
@@ -125,6 +126,7 @@ def test_replay_is_bitwise_on_1_2_and_4_ranks_with_dropout_and_batch_norm(tmp_pa
         assert Schedule(schedule_of(replayed)).reads == Schedule(schedule_of(trainer)).reads
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_how_many_servers_there_are_changes_no_bit_of_a_clipped_run(tmp_path: Path) -> None:
     options = {"optimizer": "AdamW", "norm": True, "gradient_clip_val": 0.3, "samples": 93}

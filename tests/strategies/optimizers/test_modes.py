@@ -177,6 +177,7 @@ def test_a_checkpoint_of_the_best_validation_resumes_bit_for_bit(tmp_path: Path)
     assert all(map(torch.equal, weights(resumed), weights(whole)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "then", "kind"),
     [
@@ -206,6 +207,7 @@ def test_a_checkpoint_has_the_weights_to_evaluate_and_those_to_train(
     assert distance(weights(resumed), weights(whole)) <= (0.0 if first == then else 1e-12)
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_weights_alone_has_those_to_evaluate(tmp_path: Path) -> None:
     class Saves(ScheduleFree):
         def on_train_epoch_end(self) -> None:
@@ -216,6 +218,7 @@ def test_a_checkpoint_of_weights_alone_has_those_to_evaluate(tmp_path: Path) -> 
     assert distance(weights(Saves.load_from_checkpoint(tmp_path / "weights").double()), expected) < 1e-6
 
 
+@pytest.mark.long
 def test_zero_refuses_it() -> None:
     pytest.importorskip("deepspeed", reason="needs DeepSpeed, which the extra deepspeed installs")
     with pytest.raises(ValueError, match="AdamWScheduleFree switches the weights between train"):

@@ -103,6 +103,7 @@ def modules(*names: str) -> list[Callable[[], Perceptron]]:
     return [type(name, (Stepped,), {"make": staticmethod(MAKES[name])}) for name in names or MAKES]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)
 def test_an_optimizer_gives_the_weights_of_one_process(strategy: str, devices: int) -> None:
     exact(strategy, devices, *modules(), n=20, gradient_clip_val=1.0, accumulate_grad_batches=2, max_epochs=1)

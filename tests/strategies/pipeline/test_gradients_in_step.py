@@ -40,6 +40,7 @@ def halves_gradient(parameter: nn.Parameter) -> None:
     parameter.grad.mul_(0.5)  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 def test_hooks_on_parameters_see_the_gradient_of_one_process() -> None:
     exact(HooksOnParameters, ALL)
 

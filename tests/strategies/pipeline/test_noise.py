@@ -42,6 +42,7 @@ class Noisy(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.long
 def test_noise_is_one_over_stages_and_goes_on_after_a_resume(tmp_path: Path) -> None:
     def fit(
         max_epochs: int, ckpt_path: Path | None = None, save_to: Path | None = None, seed: int = 1

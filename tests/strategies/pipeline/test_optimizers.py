@@ -125,6 +125,7 @@ def test_an_optimizer_that_needs_whole_tensors_is_exact_in_a_pipeline() -> None:
     assert difference(fit(TrustRatio(), "pipeline", 2), expected) < 1e-12
 
 
+@pytest.mark.long
 def test_each_matrix_is_stepped_on_one_rank_of_a_sharded_stage(tmp_path: Path) -> None:
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "enable_checkpointing": True}
     layouts = [("fsdp=2,pipeline=2", 4), ("single", 1), ("fsdp=2,pipeline=2", 4)]
@@ -205,6 +206,7 @@ class OwnStep(Base):
             optimizer.step()
 
 
+@pytest.mark.long
 def test_an_own_step_may_ask_for_the_loss() -> None:
     expected = fit(OwnStep(), "single", 1)
     assert difference(fit(OwnStep(), "pipeline", 2), expected) < 1e-14

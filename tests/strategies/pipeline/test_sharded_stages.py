@@ -58,6 +58,7 @@ class FreezesInTurn(Base):
         self.net[0].requires_grad_(batch_idx % 2 == 0)
 
 
+@pytest.mark.long
 def test_layers_are_frozen_from_one_batch_to_the_next() -> None:
     expected = fit(FreezesInTurn(), "single", 1, n=42)
     assert difference(fit(FreezesInTurn(), "fsdp=2,pipeline=2", 4, n=42), expected) < 1e-12

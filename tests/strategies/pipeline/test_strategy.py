@@ -101,6 +101,7 @@ def test_a_module_with_a_forward_of_its_own(
     assert torch.cat(trainer.predict(module, data())).allclose(predictions, rtol=1e-11)
 
 
+@pytest.mark.long
 def test_checkpoints_go_to_one_process_and_back(tmp_path: Path) -> None:
     """With several parameter groups, a scheduler, and layers that `configure_optimizers` names."""
     expected = weights(train("single", 1)[0])
@@ -240,6 +241,7 @@ def test_what_the_forward_computed_is_freed_without_the_collector() -> None:
     quiet(strategy="pipeline", devices=2, max_steps=3).fit(Frees(), loader())
 
 
+@pytest.mark.long
 def test_a_mesh_by_name_trains_like_one_process(alone: tuple[Model, dict[str, float], torch.Tensor]) -> None:
     """Uneven shares, parameters beside layers, and weights that are whole again in the end."""
     module, trainer = train("fsdp=2,pipeline=2", 4, split_batches=True, model={"checkpointed": True})

@@ -98,6 +98,7 @@ class Tied(Base):
 OPTIONS: dict[str, Any] = {"gradient_clip_val": 0.2, "accumulate_grad_batches": 2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "devices"),
     [
@@ -116,6 +117,7 @@ def test_a_tied_head_and_rotary_modules_are_exact(strategy: Any, devices: int) -
     exact(Tied, {strategy: devices}, **OPTIONS)
 
 
+@pytest.mark.long
 def test_checkpoints_of_tied_parameters_go_to_one_process_and_back(tmp_path: Path) -> None:
     """With averages of the weights; each tensor is saved once, under the names that one process gives it."""
     runs: dict[str, Any] = {"pipeline": 2, "single": 1}
@@ -169,6 +171,7 @@ class Hooks(Tied):
             self.net.norm.bias.zero_()
 
 
+@pytest.mark.long
 def test_hooks_on_tied_parameters_are_exact() -> None:
     exact(Hooks, {"pipeline": 2, "ddp=2,pipeline=2": 4}, max_epochs=4, gradient_clip_val=0.2)
 
@@ -184,6 +187,7 @@ class SharedBy(Base):
             self.net[place].weight = self.net[places[0]].weight
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("places", [(0, 1, 2, 3), (0, 2), (1, 3)], ids=str)
 def test_any_stages_may_share_a_parameter(places: tuple[int, ...]) -> None:
     split = lambda: Pipeline(split=["net.1", "net.2", "net.3"])  # noqa: E731

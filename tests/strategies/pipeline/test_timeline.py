@@ -63,6 +63,7 @@ def began(num_ranks: int) -> float:
         strategy.teardown()
 
 
+@pytest.mark.long
 def test_a_stage_runs_the_users_code_before_its_input_is_there(run_ranks: Callable[..., Any]) -> None:
     assert abs(run_ranks(began, 2, 2)) < 0.25
 
@@ -100,6 +101,7 @@ def test_parts_that_fit_no_schedule_are_named_with_the_next_number_that_does() -
     assert schedule("interleaved_1f1b", 3).fitting(2, 5).stages_per_rank == 3
 
 
+@pytest.mark.long
 def test_the_plan_names_stages_layers_and_the_bubble(
     capsys: pytest.CaptureFixture[str], repo_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ class Whole(Base):
         return SGD(self.net.parameters(), lr=0.1, momentum=0.9)
 
 
+@pytest.mark.long
 def test_hooks_see_and_change_the_whole_model_for_a_while() -> None:
     exact(Whole, ALL)
 

@@ -83,6 +83,7 @@ def refused(hows: list[str]) -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 def test_errors_of_wrong_steps_say_what_is_wrong(run_ranks: Callable[..., Any]) -> None:
     expected = {
         "never": (

@@ -75,6 +75,7 @@ def test_all_of_a_device_map_on_one_device_is_single() -> None:
     assert mapped.flops == single.flops
 
 
+@pytest.mark.long
 def test_devices_of_dp_hold_copies_and_slices() -> None:
     (single,) = of("single", 1).ranks
     found = of("dp", 4)
@@ -100,6 +101,7 @@ def test_slices_that_are_uneven_are_planned_one_by_one() -> None:
     assert devices["device 0"].flops > devices["devices 1 to 2"].flops  # 6, 5 and 5 samples
 
 
+@pytest.mark.long
 def test_devices_of_model_take_turns_and_those_of_dp_wait_for_each_other() -> None:
     device = find_device("h100-80")
     model = of("model", 3)

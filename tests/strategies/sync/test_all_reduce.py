@@ -39,12 +39,14 @@ def sums(strategy: Strategy) -> bool:
         strategy.teardown()
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_every_algorithm_on_one_to_five_ranks() -> None:
     strategy = DDP().configure(devices=RANKS, accelerator="cpu")
     assert strategy.launch(sums, strategy)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["ring", *(pytest.param(n, marks=pytest.mark.slow) for n in ALGORITHMS[1:])])
 def test_it_trains_to_the_weights_of_ddp(name: str) -> None:

@@ -19,6 +19,7 @@ from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from tests.trainer.checkpoint.folders import save_alone
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_checksums_are_those_of_zlib_whatever_computes_them(tmp_path: Path) -> None:
     isal = pytest.importorskip("isal.isal_zlib", reason="there is no wheel of isal for this machine")

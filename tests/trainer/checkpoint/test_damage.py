@@ -104,6 +104,7 @@ def mutate(draw: random.Random, folder: Path) -> str:
     return f"{kind} {path.name}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_mutated_checkpoint_loads_bit_identical_or_raises_checkpoint_error(
     tmp_path: Path, two_ranks: Path, fitted: Path, number: int
@@ -127,6 +128,7 @@ def test_a_mutated_checkpoint_loads_bit_identical_or_raises_checkpoint_error(
     assert refused > 0.8 * number
 
 
+@pytest.mark.long
 def test_mutations_that_nothing_verifies_raise_nothing_but_checkpoint_error(tmp_path: Path, two_ranks: Path) -> None:
     """A forger signs what he changed: values may differ, but no other exception and no crash comes of it."""
     draw = random.Random(1)
@@ -156,6 +158,7 @@ class Begins(Callback):
         self.begun = True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [60, pytest.param(2000, marks=pytest.mark.slow)])
 def test_forged_state_is_refused_or_taken_before_a_step(tmp_path: Path, fitted: Path, number: int) -> None:
     """The same for a whole run: until training begins nothing but CheckpointError comes out of any JSON with right
@@ -223,6 +226,7 @@ def leaves(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from leaves(value, (*at, key))
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("number", [1, pytest.param(len(ABSURD), marks=pytest.mark.slow)])
 def test_an_absurd_value_at_any_leaf_is_refused_or_harmless(tmp_path: Path, fitted: Path, number: int) -> None:

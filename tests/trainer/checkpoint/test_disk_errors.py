@@ -186,6 +186,7 @@ assert "Traceback" not in done.stderr, done.stderr
 )
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_full_disk_raises_and_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     unshare = ("unshare", "-Urm")
@@ -221,6 +222,7 @@ assert step_of(root / "a") == 1 and os.listdir(root) == ["a"]
 )
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_forbidden_folder_raises_and_changes_nothing() -> None:
     # Not below tmp_path, whose parents only its owner may enter.

@@ -276,6 +276,7 @@ for folder in sorted(Path(sys.argv[1]).glob("*/a")):
 """
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_hostile_folders_are_refused_within_128_mb(tmp_path: Path, two_ranks: Path) -> None:
     for i, case in enumerate(HOSTILE):

@@ -75,6 +75,7 @@ for mode in sys.argv[2:]:
 )
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "modes",
@@ -262,6 +263,7 @@ print(rounds)
 )
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_kills_of_ranks_that_save_shards_lose_no_acknowledged_checkpoint(

@@ -206,6 +206,7 @@ def test_an_exception_lets_the_pending_save_finish(
     assert Checkpoint.open(tmp_path / "kept" / "step=4").global_step == 4
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_dies_in_an_asynchronous_save_ends_the_others(

@@ -88,6 +88,7 @@ class Cosine(Net):
         return [optimizer], [{"scheduler": rate, "interval": "step"}]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("fsdp", 2)])
 def test_a_rate_of_numpy_is_saved_and_resumed_to_the_bit(tmp_path: Path, strategy: str, devices: int) -> None:

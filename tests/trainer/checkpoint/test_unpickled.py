@@ -45,6 +45,7 @@ print([event for event in events if event[0].startswith(executing)])
 """
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_nothing_is_unpickled_imported_or_run_for_what_a_run_reads(tmp_path: Path, fitted: Path) -> None:
     """fit, validate, test, predict and load_from_checkpoint, of a checkpoint full of names of code."""

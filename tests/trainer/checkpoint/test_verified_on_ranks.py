@@ -156,6 +156,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
+@pytest.mark.long
 def test_a_flipped_bit_is_found_by_the_rank_that_has_its_share_and_raised_by_all(saved: Path) -> None:
     assert opened(saved, saved, saved) == [0.0] * 3
     listed = read_manifest(saved)["files"]

@@ -61,6 +61,7 @@ def test_replaced_tensors_are_read(loader: Any) -> None:
     assert equal(weights(tensors), weights(own)) and not equal(weights(tensors), weights(unchanged))
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataset_that_grows_is_read_at_its_new_length(workers: int, tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ def test_the_length_of_an_own_sampler_is_asked_for_in_each_epoch() -> None:
     assert seen == [(0, 1), (1, 2), (1, 2), (2, 3), (2, 3), (2, 3)]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_lengths_that_differ_by_rank_are_named() -> None:
     message = "the same length on all ranks, but that of Own is 22 on rank 0 and 44 on rank 1; change it alike"

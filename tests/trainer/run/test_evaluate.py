@@ -58,6 +58,7 @@ def numbered(n: int, batch_size: int, **options: Any) -> DataLoader:
     return DataLoader(TensorDataset(torch.arange(n)), batch_size=batch_size, **options)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_each_sample_is_seen_once_on_any_number_of_ranks(devices: int) -> None:

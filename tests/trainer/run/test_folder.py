@@ -42,6 +42,7 @@ def summary(folder: str = "runs/Net/version_0") -> dict[str, Any]:
     return json.loads(Path(folder, "summary.json").read_text())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [4, pytest.param(32, marks=pytest.mark.slow)])
 def test_runs_that_start_at_once_have_folders_of_their_own(repo_root: Path, number: int) -> None:
     """Real processes, forked from one that has imported torch, as so many imports would take minutes."""
@@ -106,6 +107,7 @@ def second() -> Trainer:
     return quiet(logger=CSVLogger(version=0), callbacks=ModelCheckpoint(), enable_checkpointing=True)
 
 
+@pytest.mark.long
 def test_a_second_writer_is_refused_with_the_name_of_the_first(writer: subprocess.Popen) -> None:
     for trainer in (second(), quiet(logger=CSVLogger(version=0), devices=2)):
         with pytest.raises(
@@ -122,6 +124,7 @@ def test_a_second_writer_is_refused_with_the_name_of_the_first(writer: subproces
     second().fit(net(), loader(16))
 
 
+@pytest.mark.long
 def test_the_lock_of_a_process_that_died_is_nobodys(writer: subprocess.Popen) -> None:
     folder = Path("runs/Net/version_0")
     assert read_summary(folder)["exit"] == summary()["exit"] == "running"

@@ -117,6 +117,7 @@ def test_a_resumed_run_continues_with_the_gradients_that_were_kept(
     assert equal(fit(kind(), path=tmp_path / "ck", strategy=strategy), whole)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_gradients_are_saved_as_shards_and_read_by_another_layout(tmp_path: Path) -> None:
     whole = fit(ByHand(), strategy="fsdp", devices=2, callbacks=[Save(tmp_path / "ck")])

@@ -176,6 +176,7 @@ class LosesItsServer(Net):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.long
 def test_the_process_that_starts_the_ranks_dies(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

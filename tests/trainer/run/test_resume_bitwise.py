@@ -91,6 +91,7 @@ def test_from_any_step_a_resumed_run_is_the_undisturbed_one_to_the_bit(tmp_path:
         assert equal(weights(whole), weights(resumed)), (case, step)
 
 
+@pytest.mark.long
 def test_a_second_fit_is_resumed_to_the_bit(tmp_path: Path) -> None:
     whole = Backwards()
     trainer = trainer_of("ddp", 3, SavesAt(tmp_path, 9, 12), max_epochs=1)

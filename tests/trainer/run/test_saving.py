@@ -87,6 +87,7 @@ def test_model_checkpoint_takes_its_monitor_by_place_and_saves_weights_alone(tmp
     assert equal(weights(Net.load_from_checkpoint(saver.last_model_path)), weights(module))
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_started_ranks_leave_what_can_be_saved(strategy: str, tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_validation_data_that_raise_stop_iteration_are_an_error() -> None:
                 getattr(quiet(), call)(net(), *loaders)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
 def test_ranks_name_the_code_and_none_hangs(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_WATCHDOG_S", "20")

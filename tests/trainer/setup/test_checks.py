@@ -111,6 +111,7 @@ class Counted(Net):
     test_step = validation_step
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_limits_of_evaluation_are_global_where_batches_are_split() -> None:
     found = []

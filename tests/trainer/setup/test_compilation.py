@@ -107,6 +107,7 @@ class Counted(Brittle):
         return loss
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("make", [FSDP, pytest.param(TensorParallel, marks=pytest.mark.slow)])
 def test_repeated_blocks_share_one_compilation_where_layers_are_cut(make: Callable[[], Strategy]) -> None:
@@ -166,6 +167,7 @@ class Widths(nn.Module):
         )
 
 
+@pytest.mark.long
 def test_blocks_of_many_shapes_are_all_compiled() -> None:
     runs = 0
 

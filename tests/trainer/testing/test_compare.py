@@ -310,6 +310,7 @@ def test_wrong_input_is_one_sentence_before_anything_runs(
     )
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_bitwise_asks_for_every_bit_with_dropout_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(Path(__file__).parents[3] / "examples" / "digits.yaml")
