@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,8 +26,7 @@ def install() -> None:
     for op in _DRAWS:
         dispatcher._custom_op_handlers[op] = _draw
     DTensor.numpy = _refuse_numpy  # type: ignore[method-assign, assignment]
-    for name in _writes():
-        setattr(DTensor, name, _checked(getattr(Tensor, name)))
+    _watch_copies(dispatcher)
 
     @torch.no_grad()
     def assign(self: DTensor, value: Tensor) -> None:
@@ -101,6 +99,7 @@ _DRAWS = {
 def _draw(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Random numbers for a DTensor: those of a model's own layers in a step, but none for weights and gradients, of
     which each rank would draw its part by itself."""
+    _check_write(op, args, kwargs)
     tensor = args[0]
     names = tensor.device_mesh.mesh_dim_names or ()
     if isinstance(tensor, nn.Parameter) or {"fsdp", "ddp"} & {*names} or current_phase()[1] in _OF_HOOKS:
@@ -116,34 +115,56 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         handlers[op] = _draw
 
 
-def _writes() -> list[str]:
-    """The methods of a tensor that write to it."""
-    operators = [f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()]
-    others = ("requires_grad_", "detach_", "rename_", "share_memory_")
-    in_place = [name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_") and name not in others]
-    return ["__setitem__", *operators, *in_place]
+def _watch_copies(dispatcher: Any) -> None:
+    """From the first view on that torch makes of a copy, as other ranks hold some of it, check each operation that
+    writes."""
+    redistribute, handlers = dispatcher.redistribute_local_args, dispatcher._custom_op_handlers
+
+    def watched(op_info: Any, schema: Any, *args: Any) -> None:
+        if schema.op.is_view:
+            dispatcher.redistribute_local_args = redistribute
+            handlers.update({op: write for op in _writes() if op not in handlers})
+        redistribute(op_info, schema, *args)
+
+    def write(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        _check_write(op, args, kwargs)
+        handlers.pop(op, None)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = write
+
+    dispatcher.redistribute_local_args = watched
 
 
-def _checked(write: Any) -> Any:
-    """`write`, a method of a tensor, but for a part of a sharded one that torch has copied, as other ranks hold it."""
+def _writes() -> Iterator[Any]:
+    """The operators of torch that write to a tensor they are given."""
+    names = {*dir(Tensor), *dir(torch), *dir(nn.functional), *(f"{name}_" for name in dir(nn.functional))}
+    for prefix, module in (("linalg", torch.linalg), ("special", torch.special), ("fft", torch.fft)):
+        names |= {f"{prefix}_{name}" for name in dir(module)}
+    packets: list[Any] = [getattr(_aten, name, None) for name in names]
+    for packet in packets:
+        overloads = (
+            [getattr(packet, overload) for overload in packet.overloads()] if hasattr(packet, "overloads") else []
+        )
+        yield from (op for op in overloads if op._schema.is_mutable)
 
-    @functools.wraps(write)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        part = self
-        if write is Tensor.__setitem__:
-            keys = args[0] if isinstance(args[0], tuple) else args[:1]
-            if all(key is None or key is ... or isinstance(key, (int, slice)) for key in keys):
-                part = self[args[0]]
-        whole = part._base
-        if whole is not None and hasattr(whole, "_local_tensor") and not _shares(part, whole):
-            what = "an assignment" if write is Tensor.__setitem__ else f"{write.__name__}()"
-            raise RuntimeError(
-                f"{what} was to change a part, of shape {list(part.shape)}, of a tensor of shape {list(whole.shape)} "
-                f"that is sharded over ranks, and would change a copy of it; {INSTEAD}"
-            )
-        return write(self, *args, **kwargs)
 
-    return checked
+def _check_write(op: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    """Raise RuntimeError if `op` is to write to a part of a sharded tensor that is a copy of what other ranks hold."""
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        written = args[i] if i < len(args) else kwargs.get(argument.name)
+        for part in written if isinstance(written, list | tuple) else (written,):
+            whole = None if part is None else part._base
+            if whole is not None and hasattr(whole, "_local_tensor") and not _shares(part, whole):
+                name = op._schema.name.removeprefix("aten::")
+                raise RuntimeError(
+                    f"{'an assignment or ' if name in ('copy_', 'fill_') else ''}{name}() was to change a part, of "
+                    f"shape {list(part.shape)}, of a tensor of shape {list(whole.shape)} that is sharded over ranks, "
+                    f"and would change a copy of it; {INSTEAD}"
+                )
 
 
 def _shares(part: Any, whole: Any) -> bool:

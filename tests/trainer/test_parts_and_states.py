@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lockstep import Module
 from lockstep.strategies.optimizers.hidden_state import of_shards
@@ -68,8 +69,29 @@ def row_of_the_state(module: Any) -> None:
     state_of(module)["exp_avg"][0].zero_()
 
 
+def by_functions(module: Any) -> None:
+    weight, average = module.net[0].weight, state_of(module)["exp_avg"]
+    writes: list[Callable[[], Any]] = [
+        lambda: torch.relu_(weight[1]),
+        lambda: torch.clamp_(weight[:2], -0.1, 0.1),
+        lambda: torch.add(weight[0], 1, out=weight[1]),
+        lambda: torch._foreach_mul_([weight, weight[0], weight[1]], 2),
+        lambda: nn.init.zeros_(weight[0]),
+        lambda: nn.functional.hardtanh_(weight.data[0]),
+        lambda: nn.functional.silu(weight[0], inplace=True),
+        lambda: Tensor.__setitem__(weight, (0, torch.tensor([0, 1])), 0.0),
+        lambda: torch.mul(average[0], 2, out=average[0]),
+    ]
+    for write in writes:
+        with pytest.raises(RuntimeError, match=r"was to change a part"):
+            write()
+    Tensor.zero_(weight[0])
+
+
 @pytest.mark.parametrize("strategy", SHARDED)
-@pytest.mark.parametrize("edit", [row, rows_of_data, a_row_is_assigned, the_first_elements, row_of_the_state])
+@pytest.mark.parametrize(
+    "edit", [row, rows_of_data, a_row_is_assigned, the_first_elements, row_of_the_state, by_functions]
+)
 def test_a_part_that_other_ranks_hold_is_not_changed_in_a_copy(edit: Callable[[Any], Any], strategy: str) -> None:
     with pytest.raises(RuntimeError, match=r"was to change a part, of shape .* that is sharded over ranks, and would"):
         trained(edit, strategy, 2)
