@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from torch.optim import Optimizer
+
 from lockstep.strategies.precision import PRECISIONS
 
 _COMPUTES_IN = ("32-true", "tf32-true", "bf16-mixed", "bf16-true")
@@ -28,4 +30,19 @@ def refuse_group(*_: Any) -> NoReturn:
     raise RuntimeError(
         "a parameter group was added during the run, but ZeRO shards what is trained when it starts; add it in "
         "configure_optimizers, or use strategy='ddp' or 'fsdp'"
+    )
+
+
+def refuse_params(*_: Any) -> NoReturn:
+    raise RuntimeError(
+        "the parameters of an optimizer's group were changed during the run, but ZeRO shards what is trained when it "
+        "starts; change them in configure_optimizers, or use strategy='ddp' or 'fsdp'"
+    )
+
+
+def refuse_state_dict(optimizer: Optimizer, *_: Any) -> NoReturn:
+    raise RuntimeError(
+        f"the state_dict of {type(optimizer).__name__} was read or loaded during the run, but DeepSpeed's engine keeps "
+        "its state in flat parts, of which each rank has its own; save and resume by checkpoints "
+        "(trainer.save_checkpoint), or use strategy='ddp' or 'fsdp'"
     )

@@ -28,21 +28,17 @@ from lockstep.strategies.deepspeed.checks import (
     check_used,
     check_weights_alike,
 )
-from lockstep.strategies.deepspeed.refusals import REFUSES, refuse_group
+from lockstep.strategies.deepspeed.optimizer_view import OptimizerView
+from lockstep.strategies.deepspeed.refusals import REFUSES
 from lockstep.strategies.deepspeed.zero_step import ZeroStep, no_trace
 from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import refuse_sparse, shortened
-from lockstep.strategies.optimizers.hidden_state import StateOfShards
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import SharedBuffers, shared
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
 from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value
 
-_FLAT = (
-    "the state of {} was asked for a parameter of the model, but DeepSpeed's engine keeps it in flat parts, of which "
-    "each rank has its own; read it from a checkpoint (trainer.save_checkpoint), or use strategy='ddp' or 'fsdp'"
-)
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -93,6 +89,7 @@ class DeepSpeed(SPMDStrategy):
         self._given_clip: float | None = None
         self._batches: tuple[int, int | None] | None = None
         self._attached = self._clipped = self._steps = False
+        self._view: OptimizerView | None = None
         self._detach: Callable[[], None] | None = None
         self._order: CallOrder | None = None
 
@@ -128,7 +125,7 @@ class DeepSpeed(SPMDStrategy):
     def teardown(self) -> None:
         if self._detach is not None:
             self._detach()
-        self._detach = None
+        self._detach = self._view = None
         if self._order is not None:
             self._order.close()
             self._order = None
@@ -161,7 +158,8 @@ class DeepSpeed(SPMDStrategy):
         check_groups(optimizer)
         names = parameter_names(wrapped.model)
         wrapped.groups = [[names_of(p, names, key) for p in group["params"]] for group in optimizer.param_groups]
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        held = [list(group["params"]) for group in optimizer.param_groups]
+        trained = [p for params in held for p in params if p.requires_grad]
         self._attached = True
         self._check_batches()
         deepspeed_config.complete(config, sum(p.numel() for p in trained))
@@ -169,7 +167,7 @@ class DeepSpeed(SPMDStrategy):
         self._watch_changes(wrapped)
         device_index = self.topology.local_rank if self.topology.device.index is None else self.topology.device.index
         wrapped.attach(optimizer, config, trained, self.topology.device, device_index)
-        optimizer.state = StateOfShards(optimizer, {*map(id, wrapped.model.parameters())}, _FLAT)
+        self._view = OptimizerView(optimizer, held, wrapped)
         if wrapped.stage > 1:
             self._order = wrapped.call_order = CallOrder(
                 self.timeout_s,
@@ -180,7 +178,6 @@ class DeepSpeed(SPMDStrategy):
         self._buffers = SharedBuffers(wrapped.model, self.broadcast_buffers)
         self._compare_edits(None, optimizers)  # those of the model by values, as the engine cuts it
         optimizer.register_step_pre_hook(self._only_through_the_engine)
-        optimizer.add_param_group = refuse_group  # type: ignore[method-assign,assignment]
         return optimizers
 
     # ---- 2. gradient sync ------------------------------------------------------------------------
@@ -192,6 +189,8 @@ class DeepSpeed(SPMDStrategy):
         if not hooks.automatic:
             self._refuse("manual_optimization")
         wrapped.begin_window(hooks)
+        if self._view is not None:
+            self._view.stepped = False
         try:
             with shared(self._buffers if self._in_group else None, window, self.name):
                 result = super().forward_backward(wrapped, step_fn, window, wrapped.around_backward(hooks))
@@ -244,7 +243,7 @@ class DeepSpeed(SPMDStrategy):
     def optimizer_step(
         self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
     ) -> bool:
-        assert isinstance(wrapped, ZeroStep)
+        assert isinstance(wrapped, ZeroStep) and self._view is not None
         if closure is not None:
             self._refuse("closures")
         if self._given_clip is not None and not self._clipped:
@@ -256,8 +255,9 @@ class DeepSpeed(SPMDStrategy):
         self._adopt_weights(wrapped)
         self._steps = True
         try:
-            with wrapped.access.of_engine():
+            with wrapped.access.of_engine(), self._view.of_engine():
                 wrapped.engine.step()
+            self._view.stepped = True
         finally:
             self._steps = wrapped.has_gradients = False
         return wrapped.engine.was_step_applied()

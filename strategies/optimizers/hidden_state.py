@@ -1,4 +1,4 @@
-"""The state of an optimizer whose parts are on several ranks, as user code finds it."""
+"""The state and the parameters of an optimizer whose parts are on several ranks, as user code finds them."""
 
 from __future__ import annotations
 
@@ -94,3 +94,25 @@ def of_shards(optimizers: Iterable[Optimizer], whole: Collection[int]) -> Iterat
         for optimizer in guarded:
             if isinstance(optimizer.state, StateOfShards):
                 optimizer.state.put_back(optimizer)
+
+
+class ModelParameters(list[Tensor]):
+    """Stands for `params` in a group of an optimizer that steps other tensors, `held`, in place of these parameters of
+    the model. To change the list calls `refuse`."""
+
+    def __init__(self, parameters: Iterable[Tensor], held: list[Tensor], refuse: Callable[..., NoReturn]) -> None:
+        super().__init__(parameters)
+        self.held, self._refuse_change = held, refuse
+
+    def _change(self, *_: Any, **__: Any) -> NoReturn:
+        self._refuse_change()
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _change
+    append = extend = insert = remove = pop = clear = sort = reverse = _change
+
+
+def held_by(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+    """What optimizers step on this rank."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from getattr(group["params"], "held", group["params"])

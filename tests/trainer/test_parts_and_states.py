@@ -163,3 +163,41 @@ def test_optimizers_that_share_a_state_share_it_within_whole_too() -> None:
 def test_the_state_that_deepspeed_keeps_in_flat_parts_is_refused(edit: Callable[[Any], Any], stage: int) -> None:
     with pytest.raises(RuntimeError, match="state of AdamW was asked for a parameter of the model, but DeepSpeed's"):
         trained(edit, f"deepspeed_stage_{stage}", 2)
+
+
+def scaled_by_groups(module: Any) -> None:
+    (params,) = [group["params"] for group in module.trainer.optimizers[0].param_groups]
+    torch._foreach_mul_(params, 0.9)
+    module.log("norm", float(sum(parameter.double().square().sum() for parameter in params)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_groups_of_deepspeed_have_the_parameters_of_the_model(stage: int) -> None:
+    expected, found = trained(scaled_by_groups, "single", 1), trained(scaled_by_groups, f"deepspeed_stage_{stage}", 2)
+    assert distance(weights(found), weights(expected)) < 1e-6
+    norms = [module.trainer.callback_metrics["norm"] for module in (expected, found)]
+    assert float(norms[1]) == pytest.approx(float(norms[0]), rel=1e-5)
+
+
+class EditsBeforeSteps(Net):
+    def __init__(self, edit: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.edit = edit
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.edit(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda optimizer: optimizer.load_state_dict(optimizer.__getstate__()), "state_dict of AdamW was read or load"),
+        (lambda optimizer: optimizer.state_dict(), "state_dict of AdamW was read or loaded during the run"),
+        (lambda optimizer: optimizer.zero_grad(), r"zero_grad was called before the optimizer's step, but the gradien"),
+        (lambda optimizer: optimizer.param_groups[0]["params"].pop(), "the parameters of an optimizer's group were ch"),
+        (lambda optimizer: optimizer.param_groups[0].update(params=[]), "the parameters of an optimizer's group were"),
+    ],
+)
+def test_what_deepspeed_would_lose_of_an_optimizer_is_refused(edit: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        quiet(strategy="deepspeed_stage_2", devices=1, precision="32-true").fit(EditsBeforeSteps(edit), loader(8, 8))

@@ -16,6 +16,7 @@ from lockstep.strategies.base import Loss
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.unused_parameters import refuse_unstepped
+from lockstep.strategies.optimizers.hidden_state import held_by
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.run import saving
 
@@ -171,13 +172,7 @@ class Guards:
             self._before = None  # nothing is to move
             return False
         self._before = fingerprints(optimizers)
-        gradients = [
-            p.grad
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if is_here(p) and p.grad is not None
-        ]
+        gradients = [p.grad for p in held_by(optimizers) if is_here(p) and p.grad is not None]
         return any(bool(getattr(gradient, "_local_tensor", gradient).any()) for gradient in gradients)
 
     def after_step(self, optimizers: Sequence[Optimizer], moving: bool) -> None:
@@ -218,8 +213,7 @@ class Guards:
 
 def fingerprints(optimizers: Sequence[Optimizer]) -> list[int]:
     """Of each tensor that the optimizers step on this rank."""
-    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    return [fingerprint(p) for p in parameters if p.requires_grad and getattr(p, "_local_tensor", p).numel()]
+    return [fingerprint(p) for p in held_by(optimizers) if p.requires_grad and getattr(p, "_local_tensor", p).numel()]
 
 
 def _not_finite(module: Module, optimizers: Sequence[Optimizer]) -> str | None:
@@ -227,12 +221,11 @@ def _not_finite(module: Module, optimizers: Sequence[Optimizer]) -> str | None:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                local = getattr(parameter, "_local_tensor", parameter).detach()
-                if not local.is_meta and (local.is_floating_point() or local.is_complex()):
-                    name = names.get(id(parameter), f"a parameter of {type(optimizer).__name__}")
-                    by_device.setdefault(local.device, []).append((name, local.isfinite().all()))
+        for parameter in held_by([optimizer]):
+            local = getattr(parameter, "_local_tensor", parameter).detach()
+            if not local.is_meta and (local.is_floating_point() or local.is_complex()):
+                name = names.get(id(parameter), f"a parameter of {type(optimizer).__name__}")
+                by_device.setdefault(local.device, []).append((name, local.isfinite().all()))
     for found in by_device.values():
         for (name, _), fine in zip(found, torch.stack([fine for _, fine in found]).tolist(), strict=True):
             if not fine:

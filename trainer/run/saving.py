@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.strategies.base import Topology
 from lockstep.strategies.checkpoint_state import State, gather_state, pack
 from lockstep.strategies.launch import environment
+from lockstep.strategies.optimizers.hidden_state import ModelParameters
 from lockstep.trainer.checkpoint import snapshot, store
 from lockstep.trainer.run.hooks import Hooks
 
@@ -101,8 +103,9 @@ def _is_as_trained(run: RunState, module: Module) -> bool:
         return False
     known = set(map(id, module.parameters()))
     for optimizer in run.optimizers.values():
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        if not known.issuperset(map(id, [*stepped, *(key for key in optimizer.state if isinstance(key, Tensor))])):
+        params = [group["params"] for group in optimizer.param_groups]
+        stepped = [*chain.from_iterable(params), *(key for key in optimizer.state if isinstance(key, Tensor))]
+        if any(isinstance(each, ModelParameters) for each in params) or not known.issuperset(map(id, stepped)):
             return False
     return True
 

@@ -39,11 +39,19 @@ def test_what_is_saved_after_fit_is_resumed_as_if_it_had_been_saved_in_it(strate
     assert equal(weights(whole), weights(second))
 
 
+class Stateless(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["fsdp offloaded", "deepspeed_stage_2", "deepspeed_stage_3"])
-def test_what_an_engine_has_given_up_on_one_device_is_not_saved(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [("fsdp offloaded", Net), ("deepspeed_stage_2", Net), ("deepspeed_stage_3", Net), ("deepspeed_stage_3", Stateless)],
+)
+def test_what_an_engine_has_given_up_on_one_device_is_not_saved(name: str, make: type[Net], tmp_path: Path) -> None:
     strategy = FSDP(cpu_offload=True) if "fsdp" in name else name
-    trainer, module = quiet(strategy=strategy, devices=1, accelerator="cpu", max_epochs=1), net()
+    trainer, module = quiet(strategy=strategy, devices=1, accelerator="cpu", max_epochs=1), make()
     trainer.fit(module, loader())
     with pytest.raises(RuntimeError, match="save_checkpoint was called after fit, which has given up the state"):
         trainer.save_checkpoint(tmp_path / "all")

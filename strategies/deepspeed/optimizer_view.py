@@ -1,0 +1,62 @@
+"""The optimizer that DeepSpeed's engine steps, as user code finds it: with the parameters of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.strategies.deepspeed.refusals import refuse_group, refuse_params, refuse_state_dict
+from lockstep.strategies.deepspeed.zero_step import ZeroStep
+from lockstep.strategies.optimizers.hidden_state import ModelParameters, StateOfShards
+
+_FLAT = (
+    "the state of {} was asked for a parameter of the model, but DeepSpeed's engine keeps it in flat parts, of which "
+    "each rank has its own; read it from a checkpoint (trainer.save_checkpoint), or use strategy='ddp' or 'fsdp'"
+)
+
+
+class OptimizerView:
+    """Lets the groups of `optimizer` have `parameters`, those of the model, but for `of_engine`, which steps flat parts
+    of them, and refuses what would see or change the parts."""
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[list[Tensor]], wrapped: ZeroStep) -> None:
+        self._optimizer, self._wrapped, self._zero_grad = optimizer, wrapped, optimizer.zero_grad
+        self.stepped = False
+        """Whether the gradients of the last window were stepped along."""
+        self._params = [
+            ModelParameters(mine, group["params"], refuse_params)
+            for mine, group in zip(parameters, optimizer.param_groups, strict=True)
+        ]
+        for group, params in zip(optimizer.param_groups, self._params, strict=True):
+            group["params"] = params
+        optimizer.state = StateOfShards(optimizer, {*map(id, wrapped.model.parameters())}, _FLAT)
+        optimizer.add_param_group = refuse_group  # type: ignore[method-assign,assignment]
+        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        optimizer.register_state_dict_pre_hook(refuse_state_dict)
+        optimizer.register_load_state_dict_pre_hook(refuse_state_dict)
+
+    @contextmanager
+    def of_engine(self) -> Iterator[None]:
+        """While it lasts the groups have what the engine steps. Raises RuntimeError if user code gave them others."""
+        groups = list(zip(self._optimizer.param_groups, self._params, strict=True))
+        if any(group.get("params") is not params for group, params in groups):
+            refuse_params()
+        for group, params in groups:
+            group["params"] = params.held
+        try:
+            yield
+        finally:
+            for group, params in groups:
+                params.held, group["params"] = group["params"], params
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._wrapped.has_gradients or (self._wrapped.access.hides_gradients and not self.stepped):
+            raise RuntimeError(
+                "zero_grad was called before the optimizer's step, but the gradients of the window are in DeepSpeed's "
+                "engine; set them to zeros within `with trainer.whole(module):`, or use strategy='ddp' or 'fsdp'"
+            )
+        with self.of_engine():
+            self._zero_grad(set_to_none)
