@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.deepspeed.refusals import refuse_group, refuse_params, refuse_state_dict
 from lockstep.strategies.deepspeed.zero_step import ZeroStep
 from lockstep.strategies.optimizers.hidden_state import ModelParameters, StateOfShards
+from lockstep.strategies.optimizers.saved_groups import others_of
 
 _FLAT = (
     "the state of {} was asked for a parameter of the model, but DeepSpeed's engine keeps it in flat parts, of which "
@@ -20,9 +21,12 @@ _FLAT = (
 
 class OptimizerView:
     """Lets the groups of `optimizer` have `parameters`, those of the model, but for `of_engine`, which steps flat parts
-    of them, and refuses what would see or change the parts."""
+    of them, and refuses what would see or change the parts. `saves` are the keys of its `state_dict`."""
 
-    def __init__(self, optimizer: Optimizer, parameters: Sequence[list[Tensor]], wrapped: ZeroStep) -> None:
+    def __init__(
+        self, optimizer: Optimizer, parameters: Sequence[list[Tensor]], saves: Iterable[str], wrapped: ZeroStep
+    ) -> None:
+        self._saves = dict.fromkeys(saves)
         self._optimizer, self._wrapped, self._zero_grad = optimizer, wrapped, optimizer.zero_grad
         self.stepped = False
         """Whether the gradients of the last window were stepped along."""
@@ -51,6 +55,10 @@ class OptimizerView:
         finally:
             for group, params in groups:
                 params.held, group["params"] = group["params"], params
+
+    def check_saved(self, key: str) -> None:
+        """Raise ValueError where the optimizer saves what a checkpoint would not have."""
+        others_of(key, self._optimizer, self._saves, is_spread=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._wrapped.has_gradients or (self._wrapped.access.hides_gradients and not self.stepped):

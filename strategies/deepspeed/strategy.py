@@ -160,14 +160,14 @@ class DeepSpeed(SPMDStrategy):
         wrapped.groups = [[names_of(p, names, key) for p in group["params"]] for group in optimizer.param_groups]
         held = [list(group["params"]) for group in optimizer.param_groups]
         trained = [p for params in held for p in params if p.requires_grad]
-        self._attached = True
+        saves, self._attached = [*optimizer.state_dict()], True
         self._check_batches()
         deepspeed_config.complete(config, sum(p.numel() for p in trained))
         self._detach = wrapped.detach
         self._watch_changes(wrapped)
         device_index = self.topology.local_rank if self.topology.device.index is None else self.topology.device.index
         wrapped.attach(optimizer, config, trained, self.topology.device, device_index)
-        self._view = OptimizerView(optimizer, held, wrapped)
+        self._view = OptimizerView(optimizer, held, saves, wrapped)
         if wrapped.stage > 1:
             self._order = wrapped.call_order = CallOrder(
                 self.timeout_s,
@@ -291,13 +291,20 @@ class DeepSpeed(SPMDStrategy):
         assert isinstance(wrapped, ZeroStep)
         if wrapped.engine is None:
             return super().state_dict(wrapped, optimizers)
+        self._check_saved(optimizers)
         return checkpoint.save(wrapped, optimizers, self.topology)
 
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
         assert isinstance(wrapped, ZeroStep)
         if wrapped.engine is None:
             return super().load_state_dict(wrapped, optimizers, state)
+        self._check_saved(optimizers)
         checkpoint.load(wrapped, optimizers, state)
+
+    def _check_saved(self, optimizers: dict[str, Optimizer]) -> None:
+        for key in optimizers:
+            assert self._view is not None
+            self._view.check_saved(key)
 
     # ---- what the base class asks ------------------------------------------------------------------
 

@@ -23,6 +23,11 @@ def check_optimizers(names: Iterable[str], reader: Reader) -> None:
         raise KeyError(f"the checkpoint holds optimizers {saved}, but this run has {have}")
 
 
+def saves_itself(optimizer: Optimizer) -> bool:
+    """Whether its `state_dict` may have other keys than torch's."""
+    return type(optimizer).state_dict is not Optimizer.state_dict or bool(optimizer._optimizer_state_dict_post_hooks)
+
+
 def others_of(key: str, optimizer: Optimizer, saved: dict[str, Any], is_spread: bool) -> dict[str, Any]:
     """What the `state_dict` of a class, or a hook of it, has besides state and parameter groups.
 

@@ -20,7 +20,9 @@ from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.strategies.base import Topology
 from lockstep.strategies.checkpoint_state import State, gather_state, pack
 from lockstep.strategies.launch import environment
+from lockstep.strategies.optimizers.attributes import Attributes
 from lockstep.strategies.optimizers.hidden_state import ModelParameters
+from lockstep.strategies.optimizers.saved_groups import saves_itself
 from lockstep.trainer.checkpoint import snapshot, store
 from lockstep.trainer.run.hooks import Hooks
 
@@ -34,6 +36,14 @@ INTERRUPTED = "interrupted-step="
 """How the folder of a checkpoint begins that a signal asked for."""
 SAVE_FAILED = 1000
 """In place of a signal's number, from a rank that knows that an asynchronous save has failed."""
+
+
+def follow_optimizers(run: RunState) -> None:
+    """Note what optimizers are as the run starts. Where one saves what torch's do not, raise now what would make a
+    checkpoint of it fail. Every rank calls it."""
+    run.optimizer_attributes = Attributes(run.optimizers)
+    if run.checkpoint_callback is not None and any(map(saves_itself, run.optimizers.values())):
+        run.strategy.state_dict(run.wrapped, run.optimizers)
 
 
 def save(

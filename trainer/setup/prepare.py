@@ -18,11 +18,11 @@ from lockstep._lazy import without_collector
 from lockstep.callbacks.base import Callback
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.launch.phase import AFTER_BACKWARD
-from lockstep.strategies.optimizers.attributes import Attributes
 from lockstep.strategies.optimizers.closures import needs_closure
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
+from lockstep.trainer.run import saving
 from lockstep.trainer.run.guards import Guards, check_ownership
 from lockstep.trainer.run.hooks import all_of, in_phase, overrides, training_step_of, transfer_of
 from lockstep.trainer.run.manual import AutomaticOptimizer, ManualOptimizer
@@ -319,7 +319,7 @@ def set_up_optimizers(
         snapshot.check_configured(run, run.resumed)
     closing = {name for name, optimizer in named.items() if module.automatic_optimization and needs_closure(optimizer)}
     run.optimizers, run.schedulers = run.strategy.setup_optimizers(run.wrapped, named), schedulers
-    run.optimizer_attributes = Attributes(run.optimizers)
+    saving.follow_optimizers(run)
     handle = AutomaticOptimizer if module.automatic_optimization else ManualOptimizer
     run.user_optimizers = [handle(optimizer, run) for optimizer in run.optimizers.values()]
     return closing, unowned

@@ -25,6 +25,7 @@ from lockstep.strategies.methods.parameter_server.refusals import LATER, REFUSES
 from lockstep.strategies.methods.parameter_server.schedule import Schedule
 from lockstep.strategies.methods.parameter_server.server import Post
 from lockstep.strategies.methods.parameter_server.worker import Worker
+from lockstep.strategies.optimizers.saved_groups import others_of
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_model
 
@@ -368,6 +369,8 @@ class ParameterServer(SPMDStrategy):
     def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
         self.synchronize(wrapped)
         if not optimizers or (self._engine is None and self._owned is None):
+            for key, optimizer in optimizers.items():
+                others_of(key, optimizer, optimizer.state_dict(), is_spread=True)  # as it will be
             return super().state_dict(wrapped, optimizers)
         with nullcontext(self._owned) if self._engine is None else self._engine.shown() as owned:
             state = gather_state(wrapped, optimizers, self.local_shard, owned)

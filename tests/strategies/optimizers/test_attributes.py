@@ -153,3 +153,48 @@ def test_a_checkpoint_holds_only_what_has_changed(tmp_path: Path) -> None:
 def test_a_state_dict_without_groups_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"WithoutGroups\) has the keys \['seen'\], but a checkpoint needs 'state'"):
         fit(WithoutGroups, tmp_path)
+
+
+class OwnKeys(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"seen": 3}
+
+
+class OwnKeysOfMatrices(OwnKeys):
+    """Needs whole matrices, each on one rank."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.grad /= parameter.grad.norm() + 1e-6
+        super().step()
+
+
+class NeverSteps(Net):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters(), lr=0.1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        raise AssertionError("the run has begun")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("strategy", "make"),
+    [
+        ("pipeline", OwnKeys),
+        ("fsdp", OwnKeysOfMatrices),
+        ("deepspeed_stage_3", OwnKeys),
+        ("parameter_server", OwnKeys),
+    ],
+)
+def test_own_keys_that_cannot_be_saved_are_refused_before_the_first_step(
+    strategy: str, make: Any, tmp_path: Path
+) -> None:
+    save = ModelCheckpoint(tmp_path, save_last=True)
+    run = quiet(strategy=strategy, devices=2, callbacks=[save], enable_checkpointing=True)
+    with pytest.raises(ValueError, match=r"the state_dict of optimizer '0' \(OwnKeys.*\) has seen besides state and"):
+        run.fit(NeverSteps(make), loader(8, 8))
