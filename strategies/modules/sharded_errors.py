@@ -32,6 +32,8 @@ _WORDS = (
     "does not have a sharding strategy registered",
     "in-place operations that require placement changes",
 )
+_ALONE = ("Cannot flatten unevenly sharded", "along the sharded dimension", "for tensor subclasses, got DTensor")
+"""Of what torch does not do with one sharded tensor."""
 
 
 def explanation(error: BaseException, what: str) -> RuntimeError | None:
@@ -42,7 +44,14 @@ def explanation(error: BaseException, what: str) -> RuntimeError | None:
             f"{what} copies a module (copy.deepcopy) whose parameters are sharded over ranks; copy it in __init__ or "
             "configure_model, and bring it up to date within `with trainer.whole(module):`"
         )
-    if not isinstance(error, (RuntimeError, ValueError)) or not any(words in text for words in _WORDS):
+    if not isinstance(error, (RuntimeError, ValueError)):
+        return None
+    if any(words in text for words in _ALONE):
+        return RuntimeError(
+            f"{what} takes apart or flattens weights or gradients that are sharded over ranks, where torch cannot do "
+            f"it; {INSTEAD}"
+        )
+    if not any(words in text for words in _WORDS):
         return None
     found = re.search(r"aten\.\w+", text)
     return RuntimeError(

@@ -20,6 +20,19 @@ def test_an_error_about_sharded_tensors_names_the_code_and_the_way_out(text: str
     assert found.startswith("OneNorm computes (aten.") and found.endswith("use strategy='ddp'") and "\n" not in found
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Cannot flatten unevenly sharded tensor: dimension 0 (size 3) is not evenly divisible by mesh"),
+        RuntimeError("Attempted to unbind along the sharded dimension 0. ", "It cannot be performed without redistri"),
+        RuntimeError(".tolist() is not supported for tensor subclasses, got DTensor"),
+    ],
+)
+def test_what_torch_does_not_do_with_one_sharded_tensor_names_the_way_out(error: RuntimeError) -> None:
+    found = str(explanation(error, "on_train_batch_end"))
+    assert found.startswith("on_train_batch_end takes apart or flattens") and "trainer.whole(module)" in found
+
+
 def test_other_errors_stay_as_they_are() -> None:
     assert explanation(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "OneNorm") is None
     assert explanation(KeyError("same mesh"), "OneNorm") is None
