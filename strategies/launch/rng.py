@@ -64,15 +64,18 @@ def kept_streams() -> Iterator[None]:
 def shared_streams(broadcast: Callable[[Any], Any], is_first: bool) -> Iterator[None]:
     """Let every rank draw what rank 0 draws; at the end the others' streams are what they were. Every rank calls it."""
     own = stream_states()
-    data = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
-    shared = torch.empty(int(broadcast(data.numel())), dtype=torch.uint8)
-    shared = broadcast(data if is_first else shared)
-    if environment.in_plan():  # the others do what this one does
-        yield
-        return
-    restore_streams(pickle.loads(shared.numpy().tobytes()))
+    take_first_streams(broadcast, is_first)
     try:
         yield
     finally:
         if not is_first:
             restore_streams(own)
+
+
+def take_first_streams(broadcast: Callable[[Any], Any], is_first: bool) -> None:
+    """Let every rank continue with the streams of rank 0. Every rank calls it."""
+    data = torch.frombuffer(bytearray(pickle.dumps(stream_states())), dtype=torch.uint8)
+    shared = torch.empty(int(broadcast(data.numel())), dtype=torch.uint8)
+    shared = broadcast(data if is_first else shared)
+    if not is_first and not environment.in_plan():  # where the others do what this one does
+        restore_streams(pickle.loads(shared.numpy().tobytes()))

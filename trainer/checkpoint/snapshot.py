@@ -113,6 +113,7 @@ def _shared_state(
     return {
         "progress": run.progress.state_dict(),
         "seed": run.seed,
+        "rng_at_setup": pack(run.rng_at_setup, "setup/rng", tensors),
         "strategy_name": run.strategy.name,
         "strategy": meta,
         "schedulers": [

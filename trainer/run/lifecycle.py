@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from lockstep.callbacks.base import Callback, Logger
+from lockstep.strategies.checkpoint_state import unpack
 from lockstep.strategies.launch.failure import ends_well, shortened
 from lockstep.strategies.launch.phase import current_phase, set_phase
+from lockstep.strategies.launch.rng import kept_streams, take_first_streams
 from lockstep.strategies.launch.watchdog import SETTING_UP, where
 from lockstep.strategies.modules.hook_ids import reserve_hook_ids
 from lockstep.strategies.modules.sharded_errors import explanation
+from lockstep.trainer.checkpoint.snapshot import refused
 from lockstep.trainer.lightning_names import MODULE, missing
 from lockstep.trainer.metrics.sync import synced_metrics
 from lockstep.trainer.module import Module, attach
@@ -28,7 +31,7 @@ from lockstep.trainer.run import publish, saving
 from lockstep.trainer.run.folder import conclude
 from lockstep.trainer.run.hooks import Hooks
 from lockstep.trainer.run.signals import end_in_one_line
-from lockstep.trainer.seeding import seed_everything, torch_settings
+from lockstep.trainer.seeding import rng_state, seed_everything, set_rng_state, torch_settings
 from lockstep.trainer.setup import held_parameters, start
 from lockstep.trainer.setup.compilation import Compiled
 
@@ -149,18 +152,43 @@ def open_run(
                 owner.prepare_data()
         set_phase(None, SETTING_UP)  # a heartbeat: what took long is over
     run.strategy.barrier()
-    on_meta = run.strategy.capabilities.builds_on_meta and not run.is_global_zero
-    for owner in _owners(run, module):
-        with nullcontext() if building is None or owner is not module else building():
-            owner.setup(stage)
-    with building() if building is not None else torch.device("meta") if on_meta else nullcontext():
+    # An evaluation draws from its own streams once it is set up.
+    with kept_streams() if run.resumed is not None and stage != "fit" else nullcontext():
+        _continue_streams(run)
+        for owner in _owners(run, module):
+            with nullcontext() if building is None or owner is not module else building():
+                owner.setup(stage)
+        _build(run, module, building)
+        for callback in run.callbacks:
+            _call(run, callback, callback.setup, module, stage)
+
+
+def _continue_streams(run: RunState) -> None:
+    """Let what is set up now draw what it drew in the run that `run` continues or evaluates, and as rank 0 draws: data
+    is split at random here."""
+    checkpoint = run.resumed
+    saved = None if checkpoint is None else checkpoint.state.get("rng_at_setup")
+    if checkpoint is not None and run.stage == "fit":
+        run.seed = checkpoint.state["seed"]
+    if checkpoint is not None and saved is not None:
+        with refused(checkpoint.path):
+            set_rng_state(unpack(saved, checkpoint.read))
+    elif run.world_size > 1:  # whose process may have drawn in prepare_data, or was not started by this program
+        take_first_streams(run.strategy.broadcast, run.is_global_zero)
+    run.rng_at_setup = rng_state()
+
+
+def _build(run: RunState, module: Module, building: Callable[[], AbstractContextManager[Any]] | None) -> None:
+    on_meta = run.strategy.capabilities.builds_on_meta
+    meta = torch.device("meta") if on_meta and not run.is_global_zero else nullcontext()
+    with meta if building is None else building():
         module.configure_model()
+    if on_meta and run.world_size > 1:  # where a rank has drawn nothing
+        take_first_streams(run.strategy.broadcast, run.is_global_zero)
     _attach(run, module)  # with what was built just now
     if run.compile_options is not None:
         run.compiled = Compiled(module, run.compile_options)
     run.hooks = Hooks.find(run, module)
-    for callback in run.callbacks:
-        _call(run, callback, callback.setup, module, stage)
 
 
 def _start(run: RunState, module: Module, stage: str) -> None:

@@ -106,6 +106,8 @@ class RunState:
     seed: int = 0
     """The run's seed, on all ranks; its random streams are derived from it."""
     streams: dict[str, torch.Generator] = field(default_factory=dict)
+    rng_at_setup: dict[str, Any] = field(default_factory=dict)
+    """The random streams as `setup` began; a run that continues this one sets up with them."""
     folder: RunFolder | None = None
     resumed: Checkpoint | None = None
     saving: Saving | None = None

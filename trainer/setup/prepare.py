@@ -88,7 +88,6 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     """Wrap the model, build loaders and optimizers, restore what is resumed. Every rank calls it."""
     strategy, checkpoint = run.strategy, run.resumed
     if checkpoint is not None:
-        run.seed = checkpoint.state["seed"]
         saved = checkpoint.state.get("virtual_ranks", 0)
         now = strategy.virtual_ranks if strategy.capabilities.exact else 0
         resume.check_virtual_ranks(checkpoint.path, saved, now)
