@@ -53,6 +53,8 @@ class Streamed(Source):
             loader is not None and loader.drop_last,
             None if self._workers is None else self._workers.draws,
         )
+        if self._fetcher.has_state and (self._workers is None or not self._workers.num_workers):
+            self.stateful = iterable
         self.may_filter = batch_size is not None and loader is not None and loader.collate_fn is not default_collate
         self._runs = count()
         self._read = False
@@ -149,7 +151,7 @@ class Streamed(Source):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not state:
             self._loaded = None
-        elif not self._fetcher.has_state or (self._workers is not None and self._workers.num_workers):
+        elif self.stateful is None:
             super().load_state_dict(state)
         elif set(state) | {"ended"} != set(Items.STATE):  # checkpoints of old do not say whether it had
             raise ValueError(

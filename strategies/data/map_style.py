@@ -69,6 +69,7 @@ class Indexed(Source):
         batch_size, self._drop_last = (sampler.batch_size, sampler.drop_last) if cut else (1, False)
         self.batch_size = batch_size if cut else None
         self._order(sampler.sampler if cut else sampler, loader, shuffle)
+        self.stateful = self._sampler
         self._state = SamplerState(self._sampler)
         self._unit: int = batch_size if share.split else batch_size * share.ranks
         # A fetched key is a list of samples to collate, a list that the dataset takes whole, or one ready batch.

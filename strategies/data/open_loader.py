@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import count, islice
 from typing import Any
@@ -17,6 +17,7 @@ from lockstep.strategies.data.iterable_style import Streamed
 from lockstep.strategies.data.map_style import Indexed
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.randomness import Randomness
+from lockstep.strategies.data.sampler_state import SamplerState
 from lockstep.strategies.data.source import Factory, Piece, Share, Source, cannot_share
 from lockstep.strategies.data.workers import keep
 
@@ -102,6 +103,8 @@ class Combined(Source):
                 )
         self.may_filter = any(source.may_filter for source in self._sources.values())
         self._asked: list[tuple[Source, Any, int]] = []
+        self._states = [SamplerState(source.stateful) for source in self._sources.values()]
+        """As an epoch of all loaders begins, which may have several of a shorter one."""
         self._length = combined.length([source.num_micro_batches for source in self._sources.values()])
         if any(source.num_micro_batches == 0 for source in self._sources.values()):
             self._length = 0
@@ -110,6 +113,19 @@ class Combined(Source):
         sizes = [source.batch_size for source in self._sources.values()]
         if combined.mode != "sequential" and None not in sizes:
             self.window_samples = sum(size or 0 for size in sizes) * share.ranks * share.accumulate
+
+    def state_dict(self) -> dict[str, Any]:
+        states = [state.state_dict() for state in self._states]
+        return {"loaders": states} if any(states) else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = state.get("loaders", []) if state else [{} for _ in self._states]
+        pairs = list(zip(self._states, saved, strict=False))
+        if len(saved) != len(self._states) or not all(not new or own.load_state_dict(new) for own, new in pairs):
+            raise ValueError(
+                "the loaders' state comes from samplers, and iterable datasets read without workers, that have a "
+                "state, which these loaders do not have in the same places"
+            )
 
     def describe(self) -> str:
         return "; ".join(
@@ -209,6 +225,8 @@ class Combined(Source):
         """(what a step gets, of which loader its parts are with their samples) unit by unit; None for what is not this
         rank's to fetch."""
         combined = self._combined
+        for state in self._states:
+            state.begin(epoch)
         if combined.mode == "sequential":
             unit = 0
             for source in self._sources.values():

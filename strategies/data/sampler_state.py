@@ -1,4 +1,5 @@
-"""The state of a user's sampler, with which a resumed run reads the order of the epoch and of those that follow."""
+"""The state of a user's sampler, or of a dataset among several loaders, with which a resumed run reads the order of the
+epoch and of those that follow."""
 
 from __future__ import annotations
 

@@ -89,6 +89,8 @@ class Source(ABC):
     may_filter = False
     """True where the user's own function makes batches, so that samples may be skipped."""
     shards_itself = False
+    stateful: Any = None
+    """The user's sampler, or iterable dataset that has a state which this process changes."""
     order: Order = 0, ""
     """Of a user's sampler, up to the last piece; hashed where there are several processes."""
 

@@ -81,7 +81,7 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
         run.metrics.load_state_dict(_shared_sums([rank_state["sums"] for rank_state in counted], strategy))
         _restore_torchmetrics(module, counted[strategy.topology.data_rank :: strategy.topology.data_size], read)
         _restore_streams(run, counted, read)
-        if "began" in counted[0]["loader"]:  # a sampler's, which every rank reads alike
+        if counted[0]["loader"].keys() & {"began", "loaders"}:  # of what every rank reads alike
             run.train_dataloader.load_state_dict(unpack(counted[0]["loader"], read))
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from lockstep import CombinedLoader
 from lockstep.callbacks import Callback
-from tests.trainer.toy import data, distance, equal, net, quiet, weights
+from tests.trainer.toy import Net, data, distance, equal, net, quiet, weights
 
 SAMPLES = list(data(22))
 
@@ -72,6 +73,26 @@ class ShufflingBatches(Shuffling):
         return 3
 
 
+class Several(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        parts = batch.values() if isinstance(batch, dict) else [batch]
+        return sum(super(Several, self).training_step(part, batch_idx) for part in parts if part is not None)
+
+
+def several(mode: str) -> Any:
+    """Loaders with and without a state, of which the first is the longest."""
+    own = (Shuffling(), Endless())
+    loaders = {
+        "long": DataLoader(SAMPLES, 4),  # type: ignore[arg-type]
+        "sampler": DataLoader(SAMPLES, 8, sampler=own[0]),  # type: ignore[arg-type]
+        "dataset": DataLoader(own[1], 4),
+        "batches": DataLoader(SAMPLES, batch_sampler=ShufflingBatches()),  # type: ignore[arg-type]
+    }
+    if mode != "min_size":
+        del loaders["dataset"]  # which has no end
+    return CombinedLoader(loaders, mode)
+
+
 class SaveEverywhere(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -95,6 +116,10 @@ class Accumulate(Callback):
 
 def fit(dataset: Any, ckpt: Path | None = None, **options: Any) -> tuple[Any, Any]:
     module, trainer = net(), quiet(accelerator="cpu", **{"max_epochs": 3, "split_batches": True} | options)
+    if isinstance(dataset, str):
+        module.__class__ = Several
+        trainer.fit(module, several(dataset), ckpt_path=ckpt)
+        return module, trainer
     given = {
         Shuffling: lambda: DataLoader(SAMPLES, 8, sampler=dataset),  # type: ignore[arg-type]
         ShufflingBatches: lambda: DataLoader(SAMPLES, batch_sampler=dataset),  # type: ignore[arg-type]
@@ -132,6 +157,24 @@ def test_every_checkpoint_continues_with_the_datasets_state(tmp_path: Path, kind
         resumed, other = fit(kind(), path, callbacks=more, **options)
         assert other.global_step == trainer.global_step, path.name
         assert equal(weights(resumed), weights(whole)), path.name
+
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size", "sequential"])
+def test_states_of_several_loaders_continue(tmp_path: Path, mode: str) -> None:
+    whole, trainer = fit(mode, callbacks=[SaveEverywhere(tmp_path)])
+    for path in sorted(tmp_path.iterdir()):
+        resumed, other = fit(mode, path)
+        assert other.global_step == trainer.global_step, path.name
+        assert equal(weights(resumed), weights(whole)), path.name
+
+
+@pytest.mark.ranks
+def test_states_of_several_loaders_continue_on_ranks(tmp_path: Path) -> None:
+    layout: dict[str, Any] = {"strategy": "ddp", "devices": 2, "split_batches": False, "precision": "64-true"}
+    whole, _ = fit("max_size_cycle", callbacks=[SaveEverywhere(tmp_path)], **layout)
+    for other in ({}, {"strategy": "single", "devices": 1}):
+        resumed, _ = fit("max_size_cycle", tmp_path / "step 4", **layout | other)
+        assert distance(weights(resumed), weights(whole)) < 1e-12
 
 
 @pytest.mark.ranks
