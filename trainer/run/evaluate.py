@@ -27,7 +27,13 @@ from lockstep.trainer.run import publish
 from lockstep.trainer.run.hooks import Calls, Hooks, overrides, step_function, transfer_of
 from lockstep.trainer.seeding import rng_state, set_rng_state
 from lockstep.trainer.setup import held_parameters
-from lockstep.trainer.setup.loaders import evaluation_loaders, loaders_of
+from lockstep.trainer.setup.loaders import (
+    check_orders,
+    evaluation_loaders,
+    follow_evaluation,
+    loaders_of,
+    measure_evaluation,
+)
 
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
@@ -152,16 +158,10 @@ def validate_in_fit(run: RunState, module: Module, loaders: list[ShardedLoader])
 
 def sanity_check(run: RunState, module: Module, loaders: list[ShardedLoader]) -> None:
     """A few batches of validation before training, to find errors early; leaves no trace."""
-    limits, shown = (
-        run.evaluation_limits["val"],
-        (run.callback_metrics, run.logged_metrics, run.progress_bar_metrics),
-    )
-    steps = run.arguments.num_sanity_val_steps
-    run.evaluation_limits["val"] = [
-        limit if steps < 0 else steps if limit is None else min(limit, steps) for limit in limits
-    ]
+    shown = run.callback_metrics, run.logged_metrics, run.progress_bar_metrics
     run.callback_metrics, run.logged_metrics, run.progress_bar_metrics = {}, {}, {}
     run.sanity_checking = True
+    measure_evaluation(run, loaders, "val")
     for hook in run.hooks.on_sanity_check_start:
         hook()
     try:
@@ -172,7 +172,7 @@ def sanity_check(run: RunState, module: Module, loaders: list[ShardedLoader]) ->
             hook()
     finally:
         run.sanity_checking = False
-        run.evaluation_limits["val"] = limits
+        measure_evaluation(run, loaders, "val")
         run.callback_metrics, run.logged_metrics, run.progress_bar_metrics = shown
 
 
@@ -191,6 +191,7 @@ def evaluate(run: RunState, module: Module, loaders: list[ShardedLoader], stage:
             hook()
         for hook in what.epoch_start:
             hook()
+        follow_evaluation(run, loaders, what.kind)
         buffers = EvaluatedBuffers(strategy, module)
         for index, loader in enumerate(loaders):
             metrics.suffix = f"/dataloader_idx_{index}" if several else ""
@@ -198,6 +199,7 @@ def evaluate(run: RunState, module: Module, loaders: list[ShardedLoader], stage:
             outputs.append(_evaluate_loader(run, module, what, loader, index, several, buffers))
             metrics.num_loaders += metrics.samples > before
         buffers.check(f"{what.name}_step")
+        check_orders(run, loaders, what.kind)
         metrics.suffix, metrics.weight = "", 1.0
         early: list[Reduced] = []
         if what.epoch_end:  # which read what the steps have logged, and log more

@@ -24,6 +24,7 @@ from lockstep.trainer.run import evaluate, publish, saving
 from lockstep.trainer.run.guards import check_weight
 from lockstep.trainer.run.hooks import is_users, refuse_skip
 from lockstep.trainer.setup import assigned, prepare
+from lockstep.trainer.setup.loaders import check_orders, follow_training, samples_of_all
 from lockstep.trainer.setup.own_steps import in_its_place, with_local_steps
 from lockstep.trainer.setup.prepare import FitLoop
 from lockstep.trainer.setup.share_ends import clear_learners, end_shares, turns
@@ -130,7 +131,8 @@ def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, It
             hook()
         if run.accumulate_grad_batches != loop.train_loader.plan["accumulate"]:
             prepare.change_accumulation(run, loop)
-    prepare.follow_dataset(run, loop)
+    if follow_training(run, loop.train_loader):
+        prepare.measure_again(run, loop)
     stop = saving.agree_to_stop(run)
     run.should_stop, run.asked_to_stop = run.should_stop or run.asked_to_stop, False
     if loop.val_every is not None and _validation_is_due(run, loop):  # the resumed checkpoint was saved just before it
@@ -205,6 +207,7 @@ def _finish_epoch(
     """After an epoch's last window, or one after which training stops; whether training continues."""
     progress = run.progress
     run.strategy.synchronize(run.wrapped)
+    check_orders(run, [] if run.strategy.capabilities.synchronous else [loop.train_loader], "training")
     resumed_at_its_end = 0 < batches_before == progress.batches_seen
     if progress.global_step == steps_before and run.max_epochs is None and not stop and not resumed_at_its_end:
         raise ValueError(
@@ -272,7 +275,7 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
     num = len(window.micro_batches) // (window.num_shares or 1)
     data_size, num_samples = run.strategy.topology.data_size, window.num_samples
     if loop.counts_manually:
-        num_samples = _samples_of_all(run, window) or num_samples
+        num_samples = samples_of_all(run, window) or num_samples
     run.window_is_open, run.is_accumulating, shares = True, num > 1, run.shares
     for i, micro_batch in enumerate(window.micro_batches):
         if shares is not None:
@@ -306,12 +309,6 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
     if shares is not None:
         shares.leave("train", progress.total_batches)
         metrics.weight = sum(last.num_samples for last in window.micro_batches[num - 1 :: num])  # as on as many ranks
-
-
-def _samples_of_all(run: RunState, window: Window) -> int:
-    """The samples that collate functions left in a window, over all ranks. Every rank calls it."""
-    mine = sum(micro_batch.num_samples for micro_batch in window.micro_batches)
-    return int(run.strategy.all_reduce(torch.tensor(mine))) * run.strategy.topology.data_size // run.world_size
 
 
 def _validation_is_due(run: RunState, loop: FitLoop) -> bool:

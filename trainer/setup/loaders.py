@@ -1,15 +1,18 @@
-"""Loaders of a run: where they come from, how they are sharded, and how many batches a limit allows."""
+"""Loaders of a run: where they come from, how they are sharded, how many batches a limit allows, and what of their data
+must be the same on all ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lockstep.strategies.data.combined import CombinedLoader, is_nested, is_several
-from lockstep.strategies.data.sharded_loader import ShardedLoader
+from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.trainer.seeding import derive
 
 if TYPE_CHECKING:
@@ -50,10 +53,17 @@ def loader_method(owner: Module | DataModule, kind: str) -> Callable[[], Any] | 
 
 def evaluation_loaders(run: RunState, sources: Any, kind: str, overfit: float | int = 0) -> list[ShardedLoader]:
     """The sharded loaders of an evaluation, in order; sets the Trainer's number of batches of each."""
-    arguments = run.arguments
     loaders = loaders_of(sources)
     shuffle = False if overfit else None
     sharded = [_shared_out(run, loader, derive(run.seed, kind, i), shuffle) for i, loader in enumerate(loaders)]
+    measure_evaluation(run, sharded, kind)
+    return sharded
+
+
+def measure_evaluation(run: RunState, sharded: Sequence[ShardedLoader], kind: str) -> None:
+    """Set the Trainer's number of batches, and limit, of each loader of an evaluation."""
+    arguments = run.arguments
+    overfit = arguments.overfit_batches if run.stage == "fit" else 0
     limits = {
         "val": arguments.limit_val_batches,
         "test": arguments.limit_test_batches,
@@ -82,7 +92,66 @@ def evaluation_loaders(run: RunState, sources: Any, kind: str, overfit: float | 
     run.evaluation_batches[kind] = [
         n if limit is None else min(n, limit) for n, limit in zip(counts, run.evaluation_limits[kind], strict=True)
     ]
-    return sharded
+    steps = arguments.num_sanity_val_steps
+    if run.sanity_checking and steps >= 0:
+        limited = run.evaluation_limits[kind]
+        run.evaluation_limits[kind] = [steps if limit is None else min(limit, steps) for limit in limited]
+
+
+def follow_training(run: RunState, loader: ShardedLoader) -> bool:
+    """Read data whose length has changed as it is now; return whether it has. Every rank calls it at the start of an
+    epoch.
+
+    Raises ValueError if the length is not the same on all ranks.
+    """
+    return _follow(run, [loader], run.progress.current_epoch, "training")
+
+
+def follow_evaluation(run: RunState, loaders: Sequence[ShardedLoader], kind: str) -> None:
+    """Measure loaders of `kind` again if the length of their data has changed. Every rank calls it before they are
+    read. Raises as `follow_training`."""
+    if _follow(run, loaders, 0, kind):
+        measure_evaluation(run, loaders, kind)
+
+
+def check_orders(run: RunState, loaders: Sequence[ShardedLoader], kind: str) -> None:
+    """Raise RuntimeError, on all ranks, if a user's sampler has yielded other indices on some of them. Every rank calls
+    it once the loaders are read, where no step has compared them."""
+    orders = [loader.order for loader in loaders]
+    if run.world_size == 1 or not loaders:
+        return
+    first, *others = run.strategy.all_gather(torch.tensor([hashed for hashed, _ in orders])).tolist()
+    for rank, found in enumerate(others, 1):
+        if found != first:
+            name = next(name for here, there, (_, name) in zip(first, found, orders, strict=True) if here != there)
+            raise RuntimeError(
+                f"the ranks disagree on the order of samples: {name or 'a sampler'} of the {kind} data has yielded "
+                f"other indices on rank {rank} than on rank 0, so that some samples were read twice; every rank must "
+                "seed it equally, or let it decide from what all ranks know, such as trainer.callback_metrics"
+            )
+
+
+def samples_of_all(run: RunState, window: Window) -> int:
+    """The samples that collate functions left in a window, over all ranks. Every rank calls it."""
+    mine = sum(micro_batch.num_samples for micro_batch in window.micro_batches)
+    return int(run.strategy.all_reduce(torch.tensor(mine))) * run.strategy.topology.data_size // run.world_size
+
+
+def _follow(run: RunState, loaders: Sequence[ShardedLoader], epoch: int, kind: str) -> bool:
+    """Whether any of the loaders has another length than before."""
+    lengths = [loader.lengths(epoch) for loader in loaders]
+    if run.world_size > 1 and loaders:
+        first, *others = run.strategy.all_gather(torch.tensor([n for each in lengths for n in each])).tolist()
+        for rank, found in enumerate(others, 1):
+            if found != first:
+                here, there = (each[0] if len(each) == 1 else each for each in (first, found))
+                names = ", ".join(type(loader.dataset).__name__ for loader in loaders)
+                raise ValueError(
+                    f"the {kind} data must have the same length on all ranks, but that of {names} is {here} on rank 0 "
+                    f"and {there} on rank {rank}; change it alike on every rank"
+                )
+    changed = [loader.follow(now) for loader, now in zip(loaders, lengths, strict=True)]
+    return any(changed)
 
 
 def _shared_out(run: RunState, loader: Any, seed: int, shuffle: bool | None) -> ShardedLoader:

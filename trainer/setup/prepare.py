@@ -10,7 +10,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -253,30 +252,11 @@ def change_accumulation(run: RunState, loop: FitLoop) -> None:
     if refused is not None:
         raise ValueError(f"accumulate_grad_batches was set to {number} during the run, but {refused}")
     loop.train_loader.set_accumulation(number)
-    _measure_again(run, loop)  # fractions are of other numbers, where it splits
+    measure_again(run, loop)  # fractions are of other numbers, where it splits
 
 
-def follow_dataset(run: RunState, loop: FitLoop) -> None:
-    """Measure the epoch again if the length of its data has changed. Every rank calls it at the start of an epoch.
-
-    Raises ValueError if the length is not the same on all ranks.
-    """
-    lengths = loop.train_loader.lengths(run.progress.current_epoch)
-    if run.world_size > 1:
-        first, *others = run.strategy.all_gather(torch.tensor(lengths)).tolist()
-        for rank, found in enumerate(others, 1):
-            if found != first:
-                here, there = (length[0] if len(length) == 1 else length for length in (first, found))
-                raise ValueError(
-                    f"the training data must have the same length on all ranks, but that of "
-                    f"{type(loop.train_loader.dataset).__name__} is {here} on rank 0 and {there} on rank {rank}; "
-                    "change it alike on every rank"
-                )
-    if loop.train_loader.follow(lengths):
-        _measure_again(run, loop)
-
-
-def _measure_again(run: RunState, loop: FitLoop) -> None:
+def measure_again(run: RunState, loop: FitLoop) -> None:
+    """Measure an epoch of data of which another length is known."""
     loop.limit, loop.num_batches = _measured(run, loop.train_loader)
     loop.val_every = validation_interval(run, loop.num_batches) if loop.val_loaders else None
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler, default_collate
 
-from lockstep.strategies import DDP, LocalSGD
+from lockstep.strategies import DDP, LocalSGD, ParameterServer
 from lockstep.strategies.data.sampler_state import hash_of
 from tests.trainer.toy import Net, data, distance, net, quiet, weights
 
@@ -74,6 +74,21 @@ def test_ranks_that_read_in_other_orders_are_refused(loader: Any, options: dict[
     said = f"different things in step {step} .as {sampler} has yielded other indices .* must seed it equally"
     with pytest.raises(RuntimeError, match=said):
         fit(loader, **options)
+
+
+def test_evaluations_and_asynchronous_workers_are_compared_too() -> None:
+    """A step compares nothing there."""
+    loader = DataLoader(data(N), 4, sampler=OfThisProcess())
+    said = r"OfThisProcess of the {} data has yielded other indices on rank 1 than on rank 0"
+    with pytest.raises(RuntimeError, match=said.format("test")):
+        quiet(strategy="ddp", devices=2, accelerator="cpu").test(Evaluated(), loader)
+    with pytest.raises(RuntimeError, match=said.format("training")):
+        fit(loader, ParameterServer(staleness=1), module=Net(optimizer="SGD"), max_epochs=1)
+    quiet(strategy="ddp", devices=2, accelerator="cpu").test(Evaluated(), DataLoader(data(N), 4, sampler=range(5)))
+
+
+class Evaluated(Net):
+    test_step = Net.validation_step
 
 
 class Pairs(Net):

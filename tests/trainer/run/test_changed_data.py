@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from lockstep import Trainer
 from lockstep.callbacks import Callback
-from tests.trainer.toy import Net, data, distance, equal, net, quiet, weights
+from tests.trainer.toy import Net, data, distance, equal, loader, net, quiet, weights
 
 
 class Own(Dataset[Any]):
@@ -106,3 +106,57 @@ def test_lengths_that_differ_by_rank_are_named() -> None:
     message = "the same length on all ranks, but that of Own is 22 on rank 0 and 44 on rank 1; change it alike"
     with pytest.raises(ValueError, match=message):
         fit(Changes(1.0, 2, only_rank=1), devices=2)
+
+
+class Counts(Net):
+    """Notes the samples that a validation reads, and grows its data in a hook."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.counts, self.batches = where, [], []
+        self.count = 0
+
+    def _grow(self, where: str) -> None:
+        if where == self.where:
+            loader = self.trainer.val_dataloaders
+            loader.dataset.tensors = changed(1.0, len(loader.dataset) // 22 + 1)
+
+    def on_fit_start(self) -> None:
+        self._grow("on_fit_start")
+
+    def on_train_epoch_end(self) -> None:
+        self._grow("on_train_epoch_end")
+
+    def on_validation_epoch_start(self) -> None:
+        self._grow("on_validation_epoch_start")
+        self.count = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.count += len(batch[0])
+
+    def on_validation_epoch_end(self) -> None:
+        self.counts.append(self.count)
+        self.batches += self.trainer.num_val_batches
+
+
+@pytest.mark.parametrize(
+    ("where", "options", "counts", "batches"),
+    [
+        pytest.param("on_train_epoch_end", {"workers": 1}, [22, 44, 66], [6, 11, 17], marks=pytest.mark.ranks),
+        ("on_train_epoch_end", {}, [22, 44, 66], [6, 11, 17]),
+        ("on_validation_epoch_start", {}, [44, 66, 88], [11, 17, 22]),
+        ("on_fit_start", {"num_sanity_val_steps": -1}, [44] * 4, [11] * 4),
+        ("on_fit_start", {"num_sanity_val_steps": 7, "limit_val_batches": 0.5}, [20] * 4, [5] * 4),
+        ("on_validation_epoch_start", {"num_sanity_val_steps": 1, "limit_val_batches": 0.5}, [4, 32, 44, 56], None),
+    ],
+)
+def test_validation_data_that_grows_is_read_at_its_new_length(
+    where: str, options: dict[str, Any], counts: Any, batches: Any
+) -> None:
+    workers = options.get("workers", 0)
+    held: dict[str, Any] = {"num_workers": workers, "persistent_workers": bool(workers)}
+    module, options = Counts(where), {name: value for name, value in options.items() if name != "workers"}
+    quiet(max_epochs=3, **options).fit(module, loader(8), DataLoader(Own(*data(22).tensors), 4, **held))
+    assert module.counts == counts
+    assert batches is None or module.batches == batches
