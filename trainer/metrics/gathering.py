@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
+from lockstep.trainer.metrics.records import finder, plain, restored
 
 MESSAGE_BYTES = 2**24
 """What ranks send at once of a list that only rank 0 keeps, all of them together."""
@@ -30,29 +32,32 @@ def gather_values(strategy: Strategy, value: Any, name: str = "value") -> list[A
     return [unpack(part, read.__getitem__) for part, read in zip(parts, tensors, strict=True)]
 
 
-def gather_items(strategy: Strategy, items: list[Any], name: str = "items") -> list[list[Any]] | None:
+def gather_items(strategy: Strategy, items: list[Any], name: str, known: Mapping[str, Any]) -> list[list[Any]] | None:
     """The items of each rank, in rank order, on rank 0; None on other ranks. Empties `items`. Every rank calls it.
+    Named tuples and dataclasses are of classes among the values of `known`, or of imported modules.
 
     Ranks send about `MESSAGE_BYTES` at once, so that beside its own items a rank other than 0 holds one message of all
     ranks and the item that it sends. Raises TypeError as `gather_values`, on the rank that has such an item.
     """
     keeps = strategy.topology.rank == 0
     gathered: list[list[Any]] = [[] for _ in range(strategy.topology.world_size)]
+    find = finder(known)
     items.reverse()  # sent from the end, so that what was sent is free
     sent = 0
     while True:
         pieces: dict[str, TensorShard] = {}
         layout: list[Any] = []
+        kinds: list[str] = []
         while items and sum(map(_size, pieces.values())) < MESSAGE_BYTES and len(layout) < 1000:
-            layout.append(pack(items.pop(), f"{name}.{sent + len(layout)}", pieces))
+            layout.append(pack(plain(items.pop(), kinds), f"{name}.{sent + len(layout)}", pieces))
         sent += len(layout)
         data = _as_bytes({key: shard.tensor for key, shard in pieces.items()}) if pieces else b""
-        texts = _gather_bytes(strategy, json.dumps([layout, bool(items)]).encode())
+        texts = _gather_bytes(strategy, json.dumps([layout, bool(items), kinds]).encode())
         parts = [json.loads(text) for text in texts]
         for rank, received in enumerate(_gather_bytes(strategy, data, keeps)):
             tensors = _from_bytes(received) if received else {}
-            gathered[rank] += unpack(parts[rank][0], tensors.__getitem__)
-        if not any(more for _, more in parts):
+            gathered[rank] += restored(unpack(parts[rank][0], tensors.__getitem__), iter(parts[rank][2]), find)
+        if not any(more for _, more, _ in parts):
             return gathered if keeps else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import unwrap
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from lockstep.trainer.checkpoint.snapshot import restore_weights, weights_for
 from lockstep.trainer.metrics.buffers import EvaluatedBuffers
 from lockstep.trainer.metrics.entry import Reduced, nowhere
 from lockstep.trainer.metrics.gathering import gather_items, gather_values
+from lockstep.trainer.metrics.records import is_record, make, parts_of
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import publish
@@ -293,8 +295,8 @@ def on_host(output: Any) -> Any:
         return output if output.device.type == "cpu" else output.cpu()
     if isinstance(output, dict):
         return {key: on_host(value) for key, value in output.items()}
-    if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*map(on_host, output))
+    if is_record(output):
+        return make(type(output), {name: on_host(part) for name, part in parts_of(output).items()})
     return type(output)(map(on_host, output)) if type(output) in (list, tuple) else output
 
 
@@ -310,16 +312,22 @@ def in_dataset_order(run: RunState, outputs: list[Any]) -> list[Any]:
     # A rank has no prediction of a batch that it has no sample of, so its predictions do not count the batches.
     places = gather_values(strategy, outputs, "places")
     try:
-        unpacked = gather_items(strategy, kept, "predictions")
+        unpacked = gather_items(strategy, kept, "predictions", _globals_of_step(run))
     except TypeError as error:
         raise TypeError(
-            "predict_step on several ranks must return tensors, numbers, strings, or lists, tuples and dicts of them: "
-            f"{error}"
+            "predict_step on several ranks must return tensors, numbers, strings, or lists, tuples, dicts and "
+            f"dataclasses of them: {error}"
         ) from None
     if unpacked is None:
         return []
     found = zip(chain.from_iterable(places), chain.from_iterable(unpacked), strict=True)
     return [prediction for _, prediction in sorted(found, key=lambda pair: pair[0])]
+
+
+def _globals_of_step(run: RunState) -> dict[str, Any]:
+    """What the names in the file of the module's `predict_step` are."""
+    assert run.module is not None
+    return dict(getattr(unwrap(type(run.module).predict_step), "__globals__", {}))
 
 
 def _belongs(key: str, index: int, count: int) -> bool:

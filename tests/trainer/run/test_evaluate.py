@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +21,20 @@ from lockstep.callbacks import Callback, EarlyStopping, LearningRateMonitor, Mod
 from lockstep.strategies.launch.launcher import launch
 from lockstep.trainer.metrics import gathering
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
+
+
+class Pair(NamedTuple):
+    ids: Any
+    found: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    ids: Any
+    count: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seen", len(self.ids))  # no field
 
 
 class Ids(Module):
@@ -48,7 +63,8 @@ class Ids(Module):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         (ids,) = batch
         nested = {"ids": ids, "more": [(ids * 2, "text"), {"n": len(ids), "none": None}]}
-        return {"tensor": ids, "dict": {"ids": ids, "half": ids / 2}, "nested": nested}[self.returns]
+        pair = Pair(ids, [Found(ids, 1), "text"])
+        return {"tensor": ids, "dict": {"ids": ids, "half": ids / 2}, "nested": nested, "pair": pair}[self.returns]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -91,6 +107,10 @@ def test_predictions_of_every_kind_come_in_dataset_order(devices: int) -> None:
         part["more"][0][1] == "text" and part["more"][1] == {"n": len(part["ids"]), "none": None} for part in found
     )
     assert all(isinstance(part["more"][0], tuple) for part in found)
+    found = trainer.predict(Ids("pair"), numbered(9, 2))
+    assert all(type(pair) is Pair and type(pair.found[0]) is Found for pair in found)
+    assert torch.cat([pair.ids for pair in found]).tolist() == list(range(9))
+    assert [(part.count, part.seen) for _, (part, _) in found] == [(1, len(pair.ids)) for pair in found]
     several = trainer.predict(Ids(), [numbered(3, 2), numbered(4, 3)])
     assert [torch.cat(part).tolist() for part in several] == [[0, 1, 2], [0, 1, 2, 3]]
 
