@@ -3,6 +3,7 @@ gradients that manual optimization keeps from batch to batch."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from lockstep.callbacks._support.parameter_state import ParameterState
 from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.strategies.devices import move
 from lockstep.trainer.metrics.entry import COMBINE
+from lockstep.trainer.run.attributes import alike
 from lockstep.trainer.seeding import derive, rng_state, seed_everything, set_rng_state
 from lockstep.trainer.setup import resume
 
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
     from lockstep.strategies import Strategy
     from lockstep.trainer.checkpoint.store import Checkpoint
     from lockstep.trainer.module import Module
+    from lockstep.trainer.run.attributes import Changes
     from lockstep.trainer.run.state import RunState
+
+_log = logging.getLogger("lockstep")
 
 
 def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict[str, Any]:
@@ -40,6 +45,7 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
         "rng": pack(streams, f"{folder}/rng", tensors),
         "sums": sums,
         "loader": pack(run.train_dataloader.state_dict(), f"{folder}/loader", tensors),
+        **({} if run.attributes is None else _attributes(run.attributes, f"{folder}/attributes", tensors)),
         **({"stop": True} if run.stop_is_pending else {}),
         **({} if run.shares is None else {"shares": run.shares.save(folder, tensors)}),
         "torchmetrics": {}
@@ -60,6 +66,7 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
     saved = [checkpoint.rank_state(rank) or {} for rank in range(checkpoint.world_size)]
     run.asked_to_stop = any(rank_state.get("stop") is True for rank_state in saved)
     mine = saved[strategy.topology.rank] if strategy.topology.rank < len(saved) else {}
+    _restore_attributes(run, saved, mine, read)
     if run.shares is not None:
         counted = [rank_state for rank_state in saved if rank_state["reports"]]
         run.metrics.load_state_dict(_shared_sums([rank_state["sums"] for rank_state in counted], strategy))
@@ -83,6 +90,32 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
         _restore_streams(run, counted, read)
         if counted[0]["loader"].keys() & {"began", "loaders"}:  # of what every rank reads alike
             run.train_dataloader.load_state_dict(unpack(counted[0]["loader"], read))
+
+
+def _attributes(changes: Changes, name: str, tensors: dict[str, TensorShard]) -> dict[str, Any]:
+    state = changes.state_dict()
+    return {"attributes": pack(state, name, tensors)} if state else {}
+
+
+def _restore_attributes(
+    run: RunState, saved: list[dict[str, Any]], mine: dict[str, Any], read: Callable[[str], Tensor]
+) -> None:
+    """Give the module the attributes that this rank had saved; on other ranks, those in which all had the same."""
+    assert run.attributes is not None
+    states = [unpack(rank_state.get("attributes", {}), read) for rank_state in saved]
+    if len(saved) == run.world_size:
+        state = unpack(mine.get("attributes", {}), read)
+    else:
+        state = alike(states)
+    run.attributes.load_state_dict(state, run.strategy.topology.device)
+    lost = run.attributes.lost(state)
+    within = run.progress.batches_seen and not run.progress.epoch_closed
+    if lost and run.is_global_zero and (within or len(saved) != run.world_size):
+        _log.warning(
+            f"the checkpoint does not hold these attributes, which hooks or steps had changed in the module: "
+            f"{', '.join(sorted(lost)[:10])}; they begin as they are built, and on_train_epoch_start is not called "
+            "within an epoch: save them in on_save_checkpoint and take them up in on_load_checkpoint if they matter"
+        )
 
 
 def torchmetrics_of(module: nn.Module) -> dict[str, Any]:

@@ -75,6 +75,8 @@ def _rank_faults(checkpoint: Checkpoint) -> str | None:
         for key, check in _RANK.items():
             if key not in state or not check(state[key]):
                 return f"rank-{rank:05d}.json has no valid {key}"
+        if not _are_changes(state.get("attributes", {})):
+            return f"rank-{rank:05d}.json has no valid attributes"
         if not _is_dict(state.get("shares", {}), lambda metric: _is_dict(metric, _is_torchmetric)):
             return f"rank-{rank:05d}.json has no valid shares"
         if (misordered := _misordered(checkpoint, dict(references(state)))) is not None:
@@ -233,6 +235,19 @@ def _is_torchmetric(value: Any) -> bool:
         and is_count(value.get("count"))
         and _is_list(value.get("names", []), _is_str)
     )
+
+
+def _are_changes(value: Any) -> bool:
+    return value == {} or (
+        isinstance(value, dict)
+        and _is_dict(value.get("values"), lambda layer: _is_dict(layer, _is_plain))
+        and _is_list(value.get("lost"), _is_str)
+        and _is_list(value.get("on_device"), _is_str)
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str) or _is_tensor(value)
 
 
 def _are_attributes(value: Any) -> bool:

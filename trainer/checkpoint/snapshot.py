@@ -178,6 +178,8 @@ def load_extra(run: RunState, checkpoint: Checkpoint) -> None:
         for hook in run.hooks.on_load_checkpoint:
             hook(extra)
         hook_content.check_unchanged(checkpoint, extra.weights)
+    assert run.attributes is not None
+    run.attributes.note_loaded()
 
 
 def weights_for(module: Any, checkpoint: Checkpoint, strategy: Strategy | None = None) -> Reader:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lockstep.trainer.checkpoint.store import Checkpoint, Saving
     from lockstep.trainer.datamodule import DataModule
     from lockstep.trainer.module import Module
+    from lockstep.trainer.run.attributes import Changes
     from lockstep.trainer.run.folder import RunFolder
     from lockstep.trainer.setup.compilation import Compiled
     from lockstep.trainer.shares import Shares
@@ -150,6 +151,8 @@ class RunState:
     """What callbacks keep beside the parameters, by the name under which a checkpoint holds it."""
     had_parameter_states: bool = False
     """Whether the last fit had any: they end with it."""
+    attributes: Changes | None = None
+    """What user code has changed of the module's attributes."""
     configured: dict[str, Any] = field(default_factory=dict)
     """Classes and initial values that `configure_optimizers` returned, or hooks of the start have set."""
     trainable_at_start: dict[str, bool] = field(default_factory=dict)
@@ -260,6 +263,7 @@ class RunState:
             (
                 "wrapped",
                 "optimizer_attributes",
+                "attributes",
                 "resumed",
                 "saving",
                 "module",

@@ -22,6 +22,7 @@ from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import saving
+from lockstep.trainer.run.attributes import Changes
 from lockstep.trainer.run.guards import Guards, check_ownership
 from lockstep.trainer.run.hooks import all_of, in_phase, overrides, training_step_of, transfer_of
 from lockstep.trainer.run.manual import AutomaticOptimizer, ManualOptimizer
@@ -100,6 +101,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
             f"{type(module).__name__} has no trainable parameter; give it layers, or set requires_grad on what is to "
             "be trained"
         )
+    run.attributes = Changes(module)
     if checkpoint is not None:
         snapshot.load_extra(run, checkpoint)
     run.trainable_at_start = resume.trainability(module)

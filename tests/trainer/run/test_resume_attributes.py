@@ -1,0 +1,118 @@
+"""Attributes that hooks and steps set on the module are as they were when its run is resumed, within an epoch too."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.callbacks import Callback
+from tests.trainer.toy import Net, equal, loader, quiet, weights
+
+
+class Scaled(nn.Linear):
+    """A layer of the user's that counts its calls, and scales by what it has seen."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.seen = torch.zeros(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+            self.seen += x.detach().mean(0)
+        return super().forward(x * (1 + 0.01 * self.calls) + self.seen)
+
+
+class Remembers(Net):
+    """Derives of the epoch what its steps use, and carries from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(0, Scaled())
+        self.names: list[str] = []
+        self.by_hook, self.hidden, self.best = 0, None, float("inf")
+
+    def on_fit_start(self) -> None:
+        self.started = id(self)  # of each run its own
+
+    def on_train_epoch_start(self) -> None:
+        self.beta, self.mode = 0.5 ** (1 + self.current_epoch), f"epoch {self.current_epoch}"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self.started == id(self) and self.mode == f"epoch {self.current_epoch}"
+        loss = super().training_step(batch, batch_idx) * self.beta
+        hidden = loss
+        loss = loss if self.hidden is None else loss + 0.1 * (self.hidden - hidden).square()
+        self.hidden, self.best = hidden.detach(), min(self.best, loss.item())
+        self.names.append("step")
+        self.by_hook += 1
+        return loss * (1 + self.best) * (1 + 0.01 * self.by_hook)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = self.by_hook * 2
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.by_hook = checkpoint["mine"] // 2
+
+
+class Save(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.save_checkpoint(self.folder / str(trainer.global_step))
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"end {trainer.current_epoch}")
+
+
+def fit(path: Path | None = None, **options: Any) -> Remembers:
+    torch.manual_seed(0)
+    module = Remembers()
+    quiet(**{"max_epochs": 3, "accelerator": "cpu"} | options).fit(module, loader(24), ckpt_path=path)
+    return module
+
+
+LAYOUTS = [
+    {},
+    *(
+        pytest.param({"strategy": name, "devices": 2}, marks=(pytest.mark.ranks, pytest.mark.slow))
+        for name in ("ddp", "fsdp", "tensor")  # pipeline refuses such steps
+    ),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_attributes_continue(tmp_path: Path, layout: dict[str, Any], caplog: Any) -> None:
+    whole = fit(callbacks=[Save(tmp_path)], **layout)
+    for step in ("1", "3", "end 0", "5"):
+        resumed = fit(tmp_path / step, **layout)
+        assert equal(weights(resumed), weights(whole)), step
+        assert (resumed.by_hook, resumed.best, resumed.beta) == (whole.by_hook, whole.best, whole.beta)
+        layers = [module.net[0] for module in (resumed, whole)]
+        assert layers[0].calls == layers[1].calls and torch.equal(layers[0].seen, layers[1].seen)
+
+
+def test_what_is_not_saved_is_named_where_a_hook_may_be_missing(tmp_path: Path, caplog: Any) -> None:
+    fit(callbacks=[Save(tmp_path)])
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        fit(tmp_path / "end 0")
+    assert "names" not in caplog.text
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        fit(tmp_path / "4")
+    assert "does not hold these attributes" in caplog.text and ": names; they begin as they are built" in caplog.text
+
+
+@pytest.mark.ranks
+def test_on_other_ranks_what_all_had_alike_continues(tmp_path: Path, caplog: Any) -> None:
+    fit(callbacks=[Save(tmp_path)], strategy="ddp", devices=2)
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        resumed = fit(tmp_path / "1")
+    assert resumed.net[0].calls == 10 + 1 and "best, hidden, names, net.0.seen" in caplog.text
