@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lockstep.strategies.modules.parameter_hooks import copy_attributes
 
@@ -243,6 +245,24 @@ def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
 
 def metrics_of(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "merge_state") and hasattr(module, "_update_count")]
+
+
+@contextmanager
+def refusing_forward_mode() -> Iterator[None]:
+    """While it lasts forward-mode AD is refused: its levels are the process's, so threads would mix their tangents."""
+
+    def refuse() -> NoReturn:
+        raise RuntimeError(
+            "forward-mode AD (torch.func.jvp, torch.autograd.forward_ad) has one level for all threads, and strategy "
+            "'dp' runs a step in one for each slice; use reverse mode (torch.func.vjp, torch.autograd.grad), or "
+            "strategy='ddp'"
+        )
+
+    enter, forward_ad.enter_dual_level = forward_ad.enter_dual_level, refuse
+    try:
+        yield
+    finally:
+        forward_ad.enter_dual_level = enter
 
 
 def rebind(step_fn: Callable[..., Any], model: nn.Module, replica: nn.Module) -> Callable[..., Any]:

@@ -32,6 +32,7 @@ from lockstep.strategies.dp.replicas import (
     metrics_of,
     parameters_of,
     rebind,
+    refusing_forward_mode,
     replica,
 )
 from lockstep.strategies.launch import environment
@@ -139,7 +140,8 @@ class DataParallel(SPMDStrategy):
             steps = [step_fn, *(rebind(step_fn, wrapped, other) for other in replicas[1:])]
             contexts, rates = [hooks.log_scope(n) for _, n in slices], hooks.vote().rates
             forward = functools.partial(self._forward, micro_batch.batch_idx)
-            with refusing_counts(wrapped, slices[0][1], micro_batch.num_samples, self.name):
+            counts = refusing_counts(wrapped, slices[0][1], micro_batch.num_samples, self.name)
+            with counts, refusing_forward_mode():
                 outputs = self._run(
                     forward, range(len(slices)), replicas, steps, [part for part, _ in slices], contexts
                 )

@@ -13,6 +13,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import MicroBatch, StepHooks, Window
@@ -73,6 +74,7 @@ class ModelChanges:
     def _remember_places(self) -> None:
         """Where parameters are now, for `added` to see one that is set to None or deleted."""
         found = self._found()
+        found = {place: held for place, held in found.items() if isinstance(place[0]._parameters, dict)}  # not scripted
         self._tables = [module._parameters for module, _ in found]
         self._keys = [key for _, key in found]
 
@@ -182,6 +184,7 @@ def refuse_embeddings(model: nn.Module, data_size: int, strategy: str) -> None:
     that this rank sees."""
     if data_size == 1:
         return
+    refuse_unready(model, strategy)
     for name, module in model.named_modules():
         refuse_frequencies(name, module, strategy)
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
@@ -191,6 +194,24 @@ def refuse_embeddings(model: nn.Module, data_size: int, strategy: str) -> None:
                 f"samples that a rank sees, so ranks of {strategy} would drift apart; leave max_norm out and normalize "
                 "the weight in "
                 "on_train_batch_end"
+            )
+
+
+def refuse_unready(model: nn.Module, strategy: str) -> None:
+    """Raise ValueError for a layer that cannot be sent to ranks or copied, or whose parameters are not made yet."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name or type(model).__name__} is scripted or traced by torch.jit, and {strategy} cannot send or "
+                "copy such a layer; give the layer that it was made of (compile=True makes it fast), and script it "
+                "after fit"
+            )
+        held = (*module._parameters.values(), *module._buffers.values())
+        if any(isinstance(tensor, UninitializedParameter | UninitializedBuffer) for tensor in held):
+            raise ValueError(
+                f"{name or type(model).__name__} is a {type(module).__name__} without parameters yet, which {strategy} "
+                "needs before the first step; call the model with a batch, without gradients, in __init__ or "
+                "configure_model, or give the layer its sizes"
             )
 
 
@@ -209,7 +230,8 @@ def refuse_frequencies(name: str, module: nn.Module, strategy: str) -> None:
 
 
 def refuse_sparse(model: nn.Module, strategy: str) -> None:
-    """Raise ValueError for an embedding whose gradient is sparse, which cannot be sharded."""
+    """Raise ValueError for an embedding whose gradient is sparse, which cannot be sharded, and as `refuse_unready`."""
+    refuse_unready(model, strategy)
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise ValueError(

@@ -31,9 +31,13 @@ _WORDS = (
     "different meshes",
     "does not have a sharding strategy registered",
     "in-place operations that require placement changes",
+    "Sharding propagation failed",
+    "Cannot flatten unevenly sharded",
 )
 _ALONE = ("Cannot flatten unevenly sharded", "along the sharded dimension", "for tensor subclasses, got DTensor")
 """Of what torch does not do with one sharded tensor."""
+_TRANSFORMED = ("In order to use an autograd.Function with functorch transforms", "must implement the jvp function")
+"""What torch says of functions of autograd, such as those of sharded layers, in torch.func and forward-mode AD."""
 
 
 def explanation(error: BaseException, what: str) -> RuntimeError | None:
@@ -43,6 +47,12 @@ def explanation(error: BaseException, what: str) -> RuntimeError | None:
         return RuntimeError(
             f"{what} copies a module (copy.deepcopy) whose parameters are sharded over ranks; copy it in __init__ or "
             "configure_model, and bring it up to date within `with trainer.whole(module):`"
+        )
+    if any(words in text for words in _TRANSFORMED) and _came_through(error, "strategies/mesh/"):
+        return RuntimeError(
+            f"{what} differentiates a layer that is sharded over ranks by torch.func (vmap, grad, jvp, jacrev) or "
+            "forward-mode AD, and the collectives in it have no such derivatives; use torch.autograd.grad with "
+            "create_graph=True, or strategy='ddp' or 'fsdp'"
         )
     if not isinstance(error, (RuntimeError, ValueError)):
         return None
@@ -58,6 +68,13 @@ def explanation(error: BaseException, what: str) -> RuntimeError | None:
         f"{what} computes ({found[0] if found else text.split()[0][:40]}) with weights or gradients that are sharded "
         f"over ranks together with tensors that are whole or sharded over other ranks; {INSTEAD}"
     )
+
+
+def _came_through(error: BaseException, folder: str) -> bool:
+    trace = error.__traceback__
+    while trace is not None and folder not in trace.tb_frame.f_code.co_filename:
+        trace = trace.tb_next
+    return trace is not None
 
 
 def within_step(strategy: str) -> RuntimeError:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from lockstep.strategies.modules.activation_checkpointing import find_recomputed
 from lockstep.strategies.modules.blocks import Layer, Rule, balance, find_layers, measures
 from lockstep.strategies.modules.call_order import call_order
-from lockstep.strategies.modules.model_changes import refuse_frequencies
+from lockstep.strategies.modules.model_changes import refuse_frequencies, refuse_unready
 from lockstep.strategies.modules.parameter_hooks import copy_module
 
 
@@ -72,6 +72,7 @@ def check(
 
     `module`, `split`, `sample` and `recomputed` (False for none): as given to `Pipeline`.
     """
+    refuse_unready(model, "a pipeline")
     parts = cut(model, module)
     # Where stages begin is known without what layers cost if there are as many of them.
     if split is not None or sample is None or len(parts.layers) <= num_stages:

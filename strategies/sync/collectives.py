@@ -72,6 +72,13 @@ def sum_gradients(
     for parameter in parameters:
         by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for members in by_kind.values():
+        sparse = next((p for p in members if p.grad is not None and p.grad.layout != torch.strided), None)
+        if sparse is not None:
+            raise ValueError(
+                f"a parameter of shape {list(sparse.shape)} has a sparse gradient, which manual optimization cannot "
+                "sum over ranks; give its embedding sparse=False and an optimizer of dense gradients, or use automatic "
+                "optimization, in which strategy='ddp' sums it"
+            )
         parts = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in members]
         has = presence(members, parts[0])
         numel = len(members) + sum(part.numel() for part in parts)

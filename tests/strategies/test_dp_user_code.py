@@ -221,9 +221,22 @@ class Closure(Plain):
         self.net[1].register_forward_hook(lambda module, args, output: kept.append(output))
 
 
+class Forward(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.func.jvp(self.net, (batch[0],), (batch[0],))[1].square().mean()
+
+
+class Dual(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.autograd.forward_ad.dual_level():
+            return super().training_step(batch, batch_idx)
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        (Forward, "forward-mode AD .* has one level for all threads"),
+        (Dual, "forward-mode AD .* has one level for all threads"),
         (Collects, "seen was set by training_step, which strategy 'dp' runs on slices"),
         (Remembers, "last was set by training_step, which strategy 'dp' runs on slices"),
         (Tracks, "training_step changed the buffer mean by the samples of a slice"),

@@ -251,6 +251,18 @@ def check_schedulers(module: Module, named: Mapping[str, Optimizer], schedulers:
             )
 
 
+def refuse_differentiable(named: Mapping[str, Optimizer]) -> None:
+    """Raise ValueError for an optimizer that keeps a graph through its step, in which torch changes no parameter of a
+    module."""
+    for name, optimizer in named.items():
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            raise ValueError(
+                f"optimizer {name!r} ({type(optimizer).__name__}) has differentiable=True, and torch cannot step "
+                "parameters of a module in place with gradients; leave it out, and compute a step to differentiate by "
+                "hand on tensors (torch.func.functional_call)"
+            )
+
+
 def refuse_monitor_in_step(strategy: Strategy, schedulers: Sequence[SchedulerConfig]) -> None:
     """Raise ValueError for a scheduler that monitors a mean over ranks in steps in which they do not meet."""
     for config in schedulers:

@@ -291,6 +291,7 @@ def set_up_optimizers(
             f"{type(module).__name__}.configure_optimizers returned no optimizer; return one, or set "
             "automatic_optimization = False"
         )
+    checks.refuse_differentiable(named)
     checks.check_schedulers(module, named, schedulers)
     if not run.strategy.capabilities.synchronous:
         checks.refuse_monitor_in_step(run.strategy, schedulers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lockstep.strategies.modules.sharded_errors import explanation
 
@@ -13,6 +14,8 @@ from lockstep.strategies.modules.sharded_errors import explanation
         "aten.mul.Tensor: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor",
         "Cannot run aten.add.Tensor on inputs with different meshes: got DeviceMesh((fsdp=2, tensor=2)) and "
         "DeviceMesh((fsdp=2))\n\nSharding propagation failed",
+        "Sharding propagation failed for aten.index.Tensor(Spec(f32[88](R)))",
+        "Cannot flatten unevenly sharded tensor: dimension 0\n\nSharding propagation failed for aten.view.default",
     ],
 )
 def test_an_error_about_sharded_tensors_names_the_code_and_the_way_out(text: str) -> None:
@@ -36,3 +39,18 @@ def test_what_torch_does_not_do_with_one_sharded_tensor_names_the_way_out(error:
 def test_other_errors_stay_as_they_are() -> None:
     assert explanation(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "OneNorm") is None
     assert explanation(KeyError("same mesh"), "OneNorm") is None
+
+
+def test_transforms_of_sharded_layers_are_explained_but_not_those_of_others() -> None:
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+    with pytest.raises(RuntimeError) as raised:
+        torch.func.grad(lambda x: Own.apply(x).sum())(torch.ones(2))
+    assert explanation(raised.value, "training_step") is None
+    within = compile("call()", "/lockstep/strategies/mesh/tensor_plan/styles.py", "exec")
+    with pytest.raises(RuntimeError) as raised:
+        exec(within, {"call": lambda: torch.func.grad(lambda x: Own.apply(x).sum())(torch.ones(2))})
+    assert "training_step differentiates a layer that is sharded" in str(explanation(raised.value, "training_step"))

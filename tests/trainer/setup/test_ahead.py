@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,6 +102,19 @@ def trainer(strategy: Any, **options: Any) -> Trainer:
     )
 
 
+SEVERAL = ("ddp", "dp", "fsdp", "tensor", "pipeline")
+
+
+def scripted() -> Any:
+    with warnings.catch_warnings():  # torch deprecates it
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(layers(2))
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(8))
+
+
 MODELS: dict[str, tuple[Any, Callable[[], Module], str]] = {
     "stages": ("pipeline", lambda: Net(layers(1)), "a pipeline of 2 stages needs as many layers, but net has 1"),
     "stages of a rank": (
@@ -142,6 +156,8 @@ MODELS: dict[str, tuple[Any, Callable[[], Module], str]] = {
         )
         for name, strategy in (("fsdp", "fsdp"), ("tensor", "tensor"), ("pipeline", "pipeline"), ("zero", "deepspeed"))
     },
+    **{f"scripted, {name}": (name, lambda: Net(scripted()), "net is scripted or traced") for name in SEVERAL},
+    **{f"lazy, {name}": (name, lambda: Net(lazy()), "net.1 is a LazyLinear without parameters") for name in SEVERAL},
     "learners": (LocalSGD(learners=2), lambda: Net(nn.Sequential(nn.SyncBatchNorm(8))), "net.0 is a SyncBatchNorm"),
     "island": (
         LocalSGD(learners=2, inner=TensorParallel(plan={"net.0": "column"})),

@@ -11,7 +11,8 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 from lockstep import DataModule, Module, Trainer
 from lockstep.callbacks import Callback
-from tests.trainer.toy import Net, data, loader, net, quiet
+from lockstep.strategies.sync.collectives import sum_gradients
+from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
 
 
 def cpu(**options: Any) -> Trainer:
@@ -265,3 +266,28 @@ def test_flags_hold_for_every_value_of_a_metric_that_computes_a_dict() -> None:
     trainer.validate(Dicts(), loader(8), verbose=False)
     assert {"hidden/one", "hidden/two", "seen/one", "seen/two"} <= set(trainer.callback_metrics)
     assert set(trainer.logged_metrics) == set(trainer.progress_bar_metrics) == {"seen/one", "seen/two"}
+
+
+def test_an_optimizer_with_a_graph_through_its_step_is_refused() -> None:
+    class Differentiable(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, differentiable=True)
+
+    with pytest.raises(ValueError, match=r"optimizer '0' \(SGD\) has differentiable=True, .*; leave it out"):
+        quiet().fit(Differentiable(), loader(8))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_scripted_layer_is_trained_on_one_process() -> None:
+    model, plain = net(), net()
+    model.net[0] = torch.jit.script(model.net[0])
+    for module in (model, plain):
+        quiet().fit(module, loader(16))
+    assert equal(weights(model), weights(plain))
+
+
+def test_sparse_gradients_of_manual_optimization_are_refused() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4, 2))
+    parameter.grad = torch.ones(4, 2).to_sparse(1)
+    with pytest.raises(ValueError, match=r"shape \[4, 2\] has a sparse gradient, .* give its embedding sparse=False"):
+        sum_gradients([parameter])
