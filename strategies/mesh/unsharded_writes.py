@@ -50,6 +50,8 @@ class UnshardedWrites:
                     whole.__class__ = type(whole).__bases__[0]
             to_unsharded()
             for parameter in _gatherable(group):
+                if parameter.sharded_param.dtype != parameter.orig_dtype:
+                    raise _cast(parameter)
                 self._views.setdefault(id(parameter), parameter._unsharded_param.detach())
                 if is_manual():
                     self._note(parameter)
@@ -138,6 +140,15 @@ class UnshardedWrites:
 
 _FREED: dict[type, type] = {}
 """By the class of a parameter that of one of which nothing can be asked."""
+
+
+def _cast(parameter: Any) -> RuntimeError:
+    module, name = parameter._module_info.module, parameter._module_info.param_name
+    return RuntimeError(
+        f"{name} of a {type(module).__name__} was cast to {parameter.sharded_param.dtype} during the run, but FSDP "
+        f"gathers it as {parameter.orig_dtype}, so the cast would have no effect; leave the model's dtype as it is, "
+        "compute under torch.autocast, or cast in configure_model"
+    )
 
 
 def is_freed(whole: Any) -> bool:

@@ -18,6 +18,7 @@ from torchmetrics.wrappers import MetricTracker, Running
 from lockstep import Module
 from lockstep.strategies import DDP, DeepSpeed, ParameterServer
 from tests.trainer.test_user_code import Base, assert_as_on_one_process, assert_same, batches, fitted, quiet
+from tests.trainer.toy import loader
 
 pytestmark = pytest.mark.ranks
 
@@ -52,6 +53,22 @@ class Halved(Base):
 def test_another_dtype_is_not_assigned_to_data_of_a_shard() -> None:
     with pytest.raises(RuntimeError, match=r"of shape \[16, 8\] and torch.float32 was assigned to `data` of a sharded"):
         fitted(Halved(), "fsdp", 2)
+
+
+class EvaluatedInHalf(Base):
+    def on_test_start(self) -> None:
+        self.net.bfloat16()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            self.net(batch[0])
+
+
+def test_a_model_that_a_hook_casts_is_not_evaluated_as_it_was_where_it_is_sharded() -> None:
+    message = "weight of a Linear was cast to torch.bfloat16 during the run, but FSDP gathers it as torch.float32"
+    quiet(accelerator="cpu").test(EvaluatedInHalf(), loader(8), verbose=False)
+    with pytest.raises(RuntimeError, match=message):
+        quiet(strategy="fsdp", devices=2, accelerator="cpu").test(EvaluatedInHalf(), loader(8), verbose=False)
 
 
 class OfAnyPrecision(Base):
