@@ -44,7 +44,7 @@ from lockstep.strategies.modules.model_changes import gradient_marks, own_backwa
 from lockstep.strategies.pipeline.microbatches import merged
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.step import weighted_losses
-from lockstep.strategies.sync.buffers import refusing_counts
+from lockstep.strategies.sync.buffers import kept_buffers, refusing_counts
 
 
 class DataParallel(SPMDStrategy):
@@ -140,7 +140,8 @@ class DataParallel(SPMDStrategy):
             steps = [step_fn, *(rebind(step_fn, wrapped, other) for other in replicas[1:])]
             contexts, rates = [hooks.log_scope(n) for _, n in slices], hooks.vote().rates
             forward = functools.partial(self._forward, micro_batch.batch_idx)
-            counts = refusing_counts(wrapped, slices[0][1], micro_batch.num_samples, self.name)
+            held, own = functools.partial(kept_buffers, wrapped), slices[0][1]
+            counts = refusing_counts(held, own, micro_batch.num_samples, self.name, [slices[0][0]])
             with counts, refusing_forward_mode():
                 outputs = self._run(
                     forward, range(len(slices)), replicas, steps, [part for part, _ in slices], contexts

@@ -3,13 +3,14 @@ models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.strategies.sync.collectives import local
 from lockstep.strategies.sync.contents import same_values
@@ -31,24 +32,34 @@ _LOOKS = 10
 
 
 @contextmanager
-def refusing_counts(model: nn.Module, own: int, total: int, strategy: str) -> Iterator[None]:
-    """Raise RuntimeError if a number in a buffer grows within by a multiple of the `own` samples, not of the `total`
-    of the step: it counts samples, alike on all ranks, but not as one process does."""
-    before = _numbers(model) if 1 < own < total else {}
+def refusing_counts(
+    held: Callable[[], Mapping[str, Tensor]], own: int, total: int, strategy: str, batches: Iterable[Any]
+) -> Iterator[None]:
+    """Raise RuntimeError if a number in a buffer of `held()` grows within by a multiple of the `own` samples, not of
+    the `total` of the step, or by the elements of a tensor in all of this rank's `batches`: it counts samples or
+    tokens, alike on all ranks, but not as one process does."""
+    before = _numbers(held()) if 1 < own < total else {}
     yield
-    grown = {name: now - before[name] for name, now in (_numbers(model) if before else {}).items() if name in before}
+    grown = {name: now - before[name] for name, now in (_numbers(held()) if before else {}).items() if name in before}
     for name, number in grown.items():
-        if number > 0 and number % own == 0 and number % total:
+        if number <= 0 or number % own or number == total:
+            continue
+        if number % total or number in _num_elements(batches):
             raise RuntimeError(
                 f"a step added {number:g} to the buffer {name}, which counts the {own} samples that {strategy} showed "
-                f"it, and not the {total} of the batch; add self.sum_over_ranks(len(x)) in its place, or "
-                "use strategy='single'"
+                f"it, and not the {total} of the batch; add self.sum_over_ranks({'len(x)' if number == own else '...'})"
+                " in its place, or use strategy='single'"
             )
 
 
-def _numbers(model: nn.Module) -> dict[str, float]:
-    kept = {name: buffer for name, buffer in kept_buffers(model).items() if buffer.numel() == 1}
-    return {name: float(buffer) for name, buffer in kept.items() if not buffer.is_complex()}
+def _num_elements(batches: Iterable[Any]) -> set[int]:
+    """Those of each tensor, in all micro-batches together."""
+    sizes = [[leaf.numel() if isinstance(leaf, Tensor) else 0 for leaf in tree_leaves(batch)] for batch in batches]
+    return {sum(of_one) for of_one in zip(*sizes, strict=False)}
+
+
+def _numbers(held: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: float(buffer) for name, buffer in held.items() if buffer.numel() == 1 and not buffer.is_complex()}
 
 
 @contextmanager
@@ -59,7 +70,8 @@ def shared(buffers: SharedBuffers | None, window: Window, strategy: str) -> Iter
         return
     own = sum(micro_batch.num_samples for micro_batch in window.micro_batches)
     looks = buffers.compares and own > len(window.micro_batches)  # else it may count micro-batches
-    with refusing_counts(buffers.model, own * looks, window.num_samples, strategy):
+    batches = (micro_batch.batch for micro_batch in window.micro_batches)
+    with refusing_counts(lambda: kept_buffers(buffers.model), own * looks, window.num_samples, strategy, batches):
         yield
     buffers.share(window.has_samples)
 

@@ -477,6 +477,36 @@ def test_a_buffer_that_counts_a_ranks_samples_is_refused(strategy: str) -> None:
         fitted(CountsSamples(), strategy, 2)
 
 
+class CountsTokens(CountsSamples):
+    def count(self, x: Tensor) -> Any:
+        return x.numel()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "dp"])
+def test_a_buffer_that_counts_a_ranks_tokens_is_refused(strategy: str) -> None:
+    """The number is a multiple of the samples of all ranks too."""
+    with pytest.raises(RuntimeError, match=r"added \d+ to the buffer seen, which counts the 4 samples .*not the 8"):
+        fitted(CountsTokens(), strategy, 2)
+
+
+class CountsInSteps(CountsSamples):
+    training_step = Base.training_step
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen += self.count(batch[0])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += self.count(batch[0])
+        return batch[0]
+
+
+@pytest.mark.parametrize("call", ["validate", "predict"])
+def test_a_buffer_that_counts_a_ranks_samples_in_evaluation_is_refused(call: str) -> None:
+    trainer = quiet(strategy="ddp", devices=2, accelerator="cpu", split_batches=True)
+    with pytest.raises(RuntimeError, match=r"seen, which counts the 4 samples that DDP showed it, and not the 8"):
+        getattr(trainer, call)(CountsInSteps(), batches(16))
+
+
 def test_a_buffer_may_count_the_samples_of_all_ranks() -> None:
     assert_as_on_one_process(CountsOverRanks, "ddp", 2)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.model_changes import shortened
-from lockstep.strategies.sync.buffers import kept_buffers
+from lockstep.strategies.sync.buffers import kept_buffers, refusing_counts
 from lockstep.strategies.sync.collectives import local
 from lockstep.strategies.sync.contents import checksum
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.strategies import Strategy
+    from lockstep.strategies.data.sharded_loader import MicroBatch
+
+_LOOKS = 2
+"""Batches of an evaluation in which the host reads the numbers."""
 
 
 class EvaluatedBuffers:
@@ -35,6 +41,7 @@ class EvaluatedBuffers:
         self._contents: list[int] = []
         """After each batch of which this rank had samples, until the first of which it had none."""
         self._lacked = False
+        self._looks = 0
 
     def _held(self) -> dict[str, Tensor]:
         kept = kept_buffers(self._model).items()
@@ -44,9 +51,21 @@ class EvaluatedBuffers:
         """What tells whether code has changed or replaced a buffer."""
         return {name: (id(b), b._version) for name, b in self._held().items()} if self._watches else {}
 
-    def after_batch(self, had_samples: bool) -> None:
+    @contextmanager
+    def batch(self, micro_batch: MicroBatch, total: int) -> Iterator[None]:
+        """Around the step of a batch of `total` samples. Raises RuntimeError for a buffer in which it counts those of
+        this rank."""
         if not self._watches:
+            yield
             return
+        self._looks += 1
+        own = micro_batch.num_samples
+        looked = own if self._looks <= _LOOKS else 0
+        with refusing_counts(self._held, looked, total, self._strategy.name, [micro_batch.batch]):
+            yield
+        self._after_batch(own > 0)
+
+    def _after_batch(self, had_samples: bool) -> None:
         self._lacked = self._lacked or not had_samples
         if not self._lacked:
             marks = self._marks()

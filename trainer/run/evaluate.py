@@ -250,8 +250,8 @@ def _evaluate_loader(
             for hook in what.batch_start if real else ():
                 hook(batch, batch_idx, index)
             numbers = (batch_idx, index) if several else (batch_idx,)
-            output = strategy.evaluate(run.wrapped, step, micro_batch, *numbers, hooks=step_hooks)
-            buffers.after_batch(real)
+            with buffers.batch(micro_batch, window.num_samples):
+                output = strategy.evaluate(run.wrapped, step, micro_batch, *numbers, hooks=step_hooks)
             if shares is not None:
                 shares.ran()
             for hook in what.batch_end if real else ():
