@@ -380,7 +380,7 @@ PRIVATE = {
     "torch.overrides._get_current_function_mode_stack": "modes that surround a run, to refuse them",
     "torch.utils._python_dispatch.TorchDispatchMode": "documented under this name; sees each operation",
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "modes that surround a run, to refuse them",
-    "torch.utils._pytree.tree_any": "walks batches and outputs as torch does; no public name",
+    "torch.utils._pytree.register_pytree_node": "lets torch walk dataclasses; the public one imports torch.export",
     "torch.utils._pytree.tree_flatten": "walks batches and outputs as torch does; no public name",
     "torch.utils._pytree.tree_leaves": "walks batches and outputs as torch does; no public name",
     "torch.utils._pytree.tree_map_only": "walks batches and outputs as torch does; no public name",

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves
 
 from lockstep.strategies.modules.absent import is_here
 
 MAX_KNOWN = 4096
 """Operations whose result is kept: less than a kilobyte each."""
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """As `tree_flatten`, from now on into dataclasses too, of which torch knows none by itself."""
+    leaves, spec = tree_flatten(tree)
+    found = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type | nn.Module)}
+    for kind in found:
+        register_pytree_node(kind, _flatten_dataclass, functools.partial(_unflatten_dataclass, kind))
+    return flatten(tree) if found else (leaves, spec)
+
+
+def _flatten_dataclass(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+    names = [field.name for field in fields(value) if hasattr(value, field.name)]
+    names += sorted(getattr(value, "__dict__", {}).keys() - names)
+    return [getattr(value, name) for name in names], tuple(names)
+
+
+def _unflatten_dataclass(kind: type, values: Iterable[Any], names: Any) -> Any:
+    made: Any = object.__new__(kind)  # it may check or derive values where it is made, which these already are
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
 
 
 class Source(NamedTuple):

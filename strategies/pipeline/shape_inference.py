@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeCopyMode,
 )
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.strategies.data.batch_slices import signature
 from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.modules.parameter_hooks import copy_attributes, copy_module
-from lockstep.strategies.pipeline.fake_tensors import Blank, Mode, Origins, Source, is_fake
+from lockstep.strategies.pipeline.fake_tensors import Blank, Mode, Origins, Source, flatten, is_fake
 from lockstep.strategies.pipeline.partition import Cut
 
 NOTHING: Mapping[Any, Tensor] = {}
@@ -120,7 +120,7 @@ class ShapeInference:
 
     def key(self, args: Any, kwargs: Any) -> Any:
         """What a layout depends on, to compare and to look up."""
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
         kinds = tuple(
             (leaf.shape, leaf.dtype)
             if isinstance(leaf, Tensor)
@@ -171,7 +171,7 @@ class ShapeInference:
             running.error = f"{self._name} called no layer of stage {running.stage + 1}, which begins with {missing}"
         if running.error:
             raise ValueError(f"{running.error}; {self._advice(running.order)}")
-        self._need(running, self._name, tree_leaves(result))
+        self._need(running, self._name, flatten(result)[0])
         messages = [self._message(running, stage) for stage in range(1, running.stage + 1)]
         skips: dict[tuple[int, int], list[Source]] = {}
         for source in sorted({source for message in messages for source in message.sources}):
@@ -183,7 +183,7 @@ class ShapeInference:
         """What stands for the call of a layer while `layout` runs the model."""
         running = self._pass
         assert running is not None
-        name, stage, leaves = self._layers[index].name, self._stage_of[index], tree_leaves((args, kwargs))
+        name, stage, leaves = self._layers[index].name, self._stage_of[index], flatten((args, kwargs))[0]
         running.order.append(index)
         _refuse_capturing(self._name)
         if not running.error:
@@ -201,13 +201,25 @@ class ShapeInference:
                 running.begins.append((name, leaves))
                 running.direct = {id(leaf): leaf._version for leaf in leaves if is_fake(leaf)}
                 running.stage = stage
+        contents = [(held, tree_leaves(held)) for held in (*args, *kwargs.values()) if not isinstance(held, Tensor)]
         with running.origins.of_layer(leaves, running.stage), self._mode:
             output = self._fake_layers[index](*args, **kwargs)
+        returned = flatten(output)[0]
+        _refuse_changed(name, contents, output)
+        if any(isinstance(leaf, Tensor) and not is_fake(leaf) for leaf in returned):  # handed on: that of this batch
+            output = tree_map_only(Tensor, self._handed_on, output)
         call = running.calls[index]
         running.calls[index] += 1
         running.origins.note_output(index, call, output)
         running.outputs[index, call] = tree_map_only(is_fake, Blank, output)
         return output
+
+    def _handed_on(self, tensor: Tensor) -> Tensor:
+        """What stands for a tensor that a layer has returned, which may be one that it was given."""
+        if is_fake(tensor):
+            return tensor
+        with self._mode:
+            return self._mode.fake(tensor.detach()).requires_grad_(tensor.requires_grad)
 
     def _need(self, running: _Pass, name: str, leaves: Sequence[Any]) -> None:
         """Note what the running stage needs of earlier ones for these arguments of a layer, or results."""
@@ -293,6 +305,23 @@ class ShapeInference:
                                 moved[id(tensor)] = there
                             holder[name] = moved[id(tensor)]  # type: ignore[assignment]
         return fake
+
+
+def _refuse_changed(name: str, contents: list[tuple[Any, list[Any]]], output: Any) -> None:
+    """Raise ValueError if a layer has put something into one of the containers that it was given and does not return
+    it: on other stages it runs on a copy, or not at all."""
+    for container, before in contents:
+        now = tree_leaves(container)
+        changed = len(now) != len(before) or any(new is not old for new, old in zip(now, before, strict=True))
+        if changed and not _holds(output, container):
+            raise ValueError(
+                f"{name} changes the {type(container).__name__} that it is given, which other stages of a pipeline do "
+                "not see; return what it adds, or the changed object, and use what is returned"
+            )
+
+
+def _holds(tree: Any, node: Any) -> bool:
+    return any(found is node for found in tree_leaves(tree, is_leaf=lambda part: part is node))
 
 
 def _refuse_capturing(name: str) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_any, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.launch.rng import seed_streams
@@ -244,9 +244,9 @@ class Staged(nn.Module):
         if run.stage < self.num_stages - 1:
             early = f"{self.name} returned on stage {run.stage} before a layer of stage {run.stage + 1} was called"
             raise RuntimeError(early)
-        if tree_any(is_fake, result):
+        if any(map(is_fake, tree_leaves(result))):
             result = tree_map_only(is_fake, _received, result)
-        if tree_any(is_fake, result):
+        if any(map(is_fake, tree_leaves(result))):
             raise RuntimeError(
                 f"{self.name} returns a value that layers of an earlier stage have computed and that did not travel; "
                 "return a tensor, or lists, tuples and dicts of them"
@@ -302,7 +302,7 @@ class Staged(nn.Module):
                     f"{self.layers[index].name} is on another rank of the pipeline, so it cannot be called outside of "
                     f"{self.name}"
                 )
-            if stage and tree_any(lambda leaf: hasattr(leaf, "received"), (args, kwargs)):
+            if stage and any(hasattr(leaf, "received") for leaf in tree_leaves((args, kwargs))):
                 args, kwargs = self._real_arguments(index, args, kwargs)
             return self._calls[index](*args, **kwargs)
         if run.wants == "shapes":

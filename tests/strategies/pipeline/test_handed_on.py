@@ -1,0 +1,93 @@
+"""What layers hand on to each other beside what they compute: masks, dataclasses, containers that they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.strategies import Pipeline
+from lockstep.strategies.pipeline.partition import cut, stages
+from lockstep.strategies.pipeline.staged_module import Staged
+from tests.strategies.pipeline.classifiers import Base, exact, samples
+
+
+@dataclass(frozen=True)
+class Inner:
+    mask: Tensor
+
+
+@dataclass
+class Stream:
+    x: Tensor
+    inner: dict[str, Inner] = field(default_factory=dict)
+    number: int = field(default=0, init=False)
+
+
+class Layer(nn.Linear):
+    def __init__(self, kind: str) -> None:
+        super().__init__(8, 8)
+        self.kind = kind
+
+    def forward(self, value: Any, seen: Any = None) -> Any:
+        if self.kind == "pair":
+            return torch.tanh(super().forward(value[0])) * value[1], value[1]
+        if self.kind == "stream":
+            mask = value.inner["mask"]
+            made = Stream(torch.tanh(super().forward(value.x)) * mask.mask, {"mask": mask})
+            made.number = value.number + 1
+            return made
+        if self.kind == "changed":
+            value.x = torch.tanh(super().forward(value.x))
+            return value
+        if seen is not None:
+            seen.append(value)
+        return torch.tanh(super().forward(value))
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.kind = kind
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask, seen = (x > 0).to(x.dtype) + 0.5, []
+        value: Any = (x, mask) if self.kind == "pair" else Stream(x, {"mask": Inner(mask)})
+        if self.kind == "list":
+            for layer in self.layers:
+                x = layer(x, seen)
+            return sum(seen)[:, :4]
+        for layer in self.layers:
+            value = layer(value)
+        if self.kind == "pair":
+            return (value[0] + value[1])[:, :4]
+        return (value.x + value.inner["mask"].mask)[:, :4] * (value.number + 1)
+
+
+def module(kind: str) -> Base:
+    made = Base()
+    made.net = Net(kind).double()  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["pair", "stream", "changed"])
+def test_what_layers_hand_on_is_that_of_each_microbatch(kind: str) -> None:
+    exact(lambda: module(kind), {"pipeline" if kind != "changed" else Pipeline(schedule="gpipe"): 2})
+
+
+def learned(module: Base) -> Callable[[], Any]:
+    parts, batch = cut(module), list(samples()[:4])
+    staged = Staged(module, parts, stages(parts, 2), [0, 1], 0, torch.device("cpu"), None)
+    return lambda: staged.layout_of(lambda: module.training_step(batch, 0))
+
+
+def test_a_list_to_which_layers_append_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"net\.layers\.0 changes the list that it is given, .* return what it adds"):
+        learned(module("list"))()
