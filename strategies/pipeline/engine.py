@@ -285,9 +285,9 @@ class Engines:
                 ) from error
             if "Failed to run stage backward" in text:
                 raise RuntimeError(
-                    "the backward of a stage found no gradient for what the stage sent, as happens where a model calls "
-                    "torch.utils.checkpoint around layers of a pipeline; give Pipeline(activation_checkpointing=True) "
-                    "instead"
+                    "the backward of a stage found no gradient for what the stage sent, as happens where training_step "
+                    "or a model calls torch.utils.checkpoint around layers of a pipeline; call them without it, and "
+                    "give Pipeline(activation_checkpointing=True)"
                 ) from error
             with explained("training_step"):
                 raise

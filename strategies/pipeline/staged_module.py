@@ -200,6 +200,11 @@ class Staged(nn.Module):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         if run is None:
+            if torch._C._current_graph_task_id() != -1:  # its layers are on several ranks, which do not recompute alike
+                raise RuntimeError(
+                    f"training_step calls torch.utils.checkpoint around {self.name}, whose layers are on several ranks "
+                    "of a pipeline; call the module itself, and give Pipeline(activation_checkpointing=True)"
+                )
             if self.is_whole and self.shards is not None:
                 raise RuntimeError(
                     f"{self.name} was called within whole(), where its parameters are not sharded as it computes with "

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep import Module
 from lockstep.strategies import Pipeline
@@ -33,6 +34,8 @@ class Wrong(Module):
             return self.net.last(self.net.first(x)).mean()
         if self.how == "twice":
             return (self.net(x) + self.net(x)).mean()
+        if self.how == "checkpoint":
+            return checkpoint(self.net, x, use_reentrant=False).mean()
         return self.net(x).mean()
 
     def configure_optimizers(self) -> Any:
@@ -104,6 +107,12 @@ def test_errors_of_wrong_steps_say_what_is_wrong(run_ranks: Callable[..., Any]) 
             assert "net.last is on another rank" in found[how]
         else:
             assert found[how].startswith(message), found[how]
+
+
+def test_a_module_within_a_checkpoint_is_refused() -> None:
+    """Its recomputation would wait for the other ranks forever."""
+    with pytest.raises(RuntimeError, match=r"training_step or a model calls torch.utils.checkpoint around layers"):
+        quiet(strategy="pipeline", devices=2).fit(Wrong("checkpoint"), loader())
 
 
 def test_a_second_call_of_the_module_is_refused() -> None:
