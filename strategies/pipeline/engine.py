@@ -223,7 +223,7 @@ class Engines:
             scale = 1 / window.num_samples
             feeds = feeds_of(micro_batch, self._num_parts, step_fn, scale, (*noise, i), hooks, before, tally)
             tally.outputs = []
-            with kept_streams(), wrapped.state.micro_batch(sum(len(feed.parts) for feed in feeds)):
+            with kept_streams(), wrapped.state.micro_batch([p.num_samples for feed in feeds for p in feed.parts]):
                 for feed in feeds:
                     self._run(wrapped, feed)
             if not feeds and self._topology.data_size > 1:

@@ -8,8 +8,9 @@ refused by name before the optimizer steps: sums over samples, lists that grow, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,7 +25,9 @@ from lockstep.strategies.pipeline.partition import Cut
 _NUMBERS = (int, float, complex, np.number)
 _PLAIN = frozenset((bool, int, float, complex))
 _OF_TORCH = frozenset(vars(nn.Module()))
-_Place = tuple[nn.Module, str, Any]
+_Holder = nn.Module | Tensor
+"""What user code sets attributes of: a module, or a parameter."""
+_Place = tuple[_Holder, str, Any]
 _Numbers = dict[_Place, Any]
 _BUFFER = object()
 """In the place of a key, of a buffer."""
@@ -40,9 +43,10 @@ class StepState:
         own = [child for layer in here for child in layer.module.modules()]
         self._model = model
         free = parts.free()
-        self._outside = [m for m in model.modules() if m not in inside | free and not is_metric(m)]
+        outside = [m for m in model.modules() if m not in inside | free and not is_metric(m)]
+        self._outside: list[_Holder] = [*outside, *model.parameters()]
         self._layers = [m for m in (*own, *free) if not type(m).__module__.startswith("torch.nn.")]
-        self._tensors = [t for m in (*self._outside, *free) if not measures(m) for t in _tensors_of(m)]
+        self._tensors = [t for m in (*outside, *free) if not measures(m) for t in _tensors_of(m)]
         self._tensors += [t for m in own for t in _tensors_of(m) if id(t) in shared]
         self._layer_tensors = [t for m in own if not measures(m) for t in _tensors_of(m)]
         self.pads = False
@@ -56,16 +60,17 @@ class StepState:
         self._partial: set[_Place] = set()
 
     @contextmanager
-    def micro_batch(self, num_parts: int) -> Iterator[None]:
-        """Around all runs of a step on one micro-batch. Raises RuntimeError naming what they have changed that cannot
-        be followed."""
+    def micro_batch(self, sizes_of_parts: Sequence[int]) -> Iterator[None]:
+        """Around all runs of a step on one micro-batch, whose parts have so many samples. Raises RuntimeError naming
+        what they have changed that cannot be followed."""
         self._start, self._end, self._held = _numbers(self._outside), None, None
         self._partial.clear()
         self._inside, sizes = _kept(self._layers), _sizes(self._outside)
-        tensors = [*self._tensors, *self._layer_tensors] if num_parts > 1 else self._tensors
+        tensors = [*self._tensors, *self._layer_tensors] if len(sizes_of_parts) > 1 else self._tensors
         versions = [t._version for t in tensors]
         yield
         self._refuse_grown(sizes, "training_step")
+        self._refuse_counting_samples(sizes_of_parts)
         if versions != [t._version for t in tensors]:
             changed = [t for t, before in zip(tensors, versions, strict=True) if t._version != before]
             names = {id(t): name for name, t in (*self._model.named_parameters(), *self._model.named_buffers())}
@@ -163,6 +168,13 @@ class StepState:
                     "on_train_batch_end"
                 )
 
+    def _refuse_counting_samples(self, sizes: Sequence[int]) -> None:
+        own, total = min(sizes, default=0), sum(sizes)
+        for place, now in (self._end or {}).items() if 1 < own < total else ():
+            grown = _grown(self._start.get(place, 0), now)
+            if grown > 0 and grown % own == 0 and grown % total:
+                self._refuse(f"counts the samples of a part in {self._name(place)}", f"count them {_ADVICE}")
+
     def _refuse_counting(self) -> None:
         """A layer may keep a number once, as a cache does; one that continues changing counts."""
         before, now = self._inside, _kept(self._layers)
@@ -179,7 +191,8 @@ class StepState:
 
     def _name(self, place: _Place) -> str:
         module, attribute, key = place
-        path = next((name for name, child in self._model.named_modules() if child is module), "")
+        named: chain[tuple[str, _Holder]] = chain(self._model.named_modules(), self._model.named_parameters())
+        path = next((name for name, child in named if child is module), "")
         return ".".join(filter(None, (path, attribute))) + ("" if key is None or key is _BUFFER else f"[{key!r}]")
 
 
@@ -212,11 +225,11 @@ def _first_part(args: Any) -> PartOnly:
     return next(leaf for leaf in tree_leaves(args) if isinstance(leaf, PartOnly))
 
 
-def _numbers(modules: list[nn.Module]) -> _Numbers:
-    """Numbers among the attributes of modules, and in attributes that are dicts; buffers, which a step may replace."""
+def _numbers(modules: Sequence[_Holder]) -> _Numbers:
+    """Numbers among the attributes, and in attributes that are dicts; buffers, which a step may replace."""
     found: _Numbers = {}
     for module in modules:
-        if module._buffers and not measures(module):
+        if isinstance(module, nn.Module) and module._buffers and not measures(module):
             found |= {
                 (module, name, _BUFFER): buffer
                 for name, buffer in module._buffers.items()
@@ -232,16 +245,16 @@ def _numbers(modules: list[nn.Module]) -> _Numbers:
     return found
 
 
-def _restore(modules: list[nn.Module], numbers: _Numbers) -> None:
+def _restore(modules: Sequence[_Holder], numbers: _Numbers) -> None:
     for module, name, key in _numbers(modules).keys() - numbers.keys():
-        if key is _BUFFER:
+        if isinstance(module, nn.Module) and key is _BUFFER:
             module._buffers[name] = None
         elif key is None:
             del module.__dict__[name]
         else:
             del module.__dict__[name][key]
     for (module, name, key), value in numbers.items():
-        if key is _BUFFER:
+        if isinstance(module, nn.Module) and key is _BUFFER:
             module._buffers[name] = value
         elif key is None:
             module.__dict__[name] = value
@@ -249,7 +262,7 @@ def _restore(modules: list[nn.Module], numbers: _Numbers) -> None:
             module.__dict__[name][key] = value
 
 
-def _lists(modules: list[nn.Module]) -> Iterator[tuple[_Place, int, Any]]:
+def _lists(modules: Sequence[_Holder]) -> Iterator[tuple[_Place, int, Any]]:
     """Lists among the attributes of modules, and in attributes that are dicts."""
     for module in modules:
         for name, value in vars(module).items():
@@ -263,12 +276,12 @@ def _lists(modules: list[nn.Module]) -> Iterator[tuple[_Place, int, Any]]:
                         yield (module, name, key), len(item), item
 
 
-def _kept(modules: list[nn.Module]) -> _Numbers:
+def _kept(modules: Sequence[_Holder]) -> _Numbers:
     """What layers may count in: numbers, buffers, and lists by their lengths."""
     return {**_numbers(modules), **_sizes(modules)}
 
 
-def _sizes(modules: list[nn.Module]) -> dict[_Place, int]:
+def _sizes(modules: Sequence[_Holder]) -> dict[_Place, int]:
     return {place: size for place, size, _ in _lists(modules)}
 
 
@@ -280,6 +293,19 @@ def _differ(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return one is not other and not (isinstance(one, Tensor) and isinstance(other, Tensor) and _equal(one, other))
     return bool(one is not other and one != other and (one == one or other == other))
+
+
+def _grown(before: Any, now: Any) -> float:
+    """By how much a number has grown; a host synchronization, for a buffer that was replaced."""
+    if now is before or not (_is_real(before) and _is_real(now)):
+        return 0.0
+    return float(now) - float(before)
+
+
+def _is_real(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return not isinstance(value, complex | np.complexfloating)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -248,7 +248,7 @@ class ShareEngines(Engines):
                 feed = ShareFeed(shares, start, end - start)
                 if end == len(micro_batches):
                     feed.before_last_backward, sent = send, True
-                with wrapped.state.micro_batch(2):  # at least two: no share may see what another has left
+                with wrapped.state.micro_batch((0, 0)):  # at least two: no share may see what another has left
                     start += self._run_shares(wrapped, feed)
             start = end
         shares.finish()

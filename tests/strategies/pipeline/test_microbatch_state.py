@@ -34,11 +34,14 @@ class Counting(Base):
         self.number = self.number + 1
         self.seen["weight"] *= 0.9
         self.scale = 1.0 / self.calls
+        for layer in (self.net[0], self.net[4]):  # on two stages
+            layer.weight.seen = getattr(layer.weight, "seen", 0) + 1
         output = self.net(batch[0])
         return F.cross_entropy(output, batch[1]) * self.seen["weight"] + self.scale * output.square().mean()
 
     def on_train_epoch_end(self) -> None:
         assert self.calls == self.trainer.global_step * 2 and self.scale == 1 / self.calls
+        assert self.net[0].weight.seen == self.net[4].weight.seen == self.calls
 
 
 def test_numbers_that_a_step_counts_are_those_of_one_process() -> None:
@@ -61,6 +64,10 @@ class Keeping(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.how == "samples":
             self.total += float(batch[0][0, 0])
+        if self.how == "number of samples":
+            self.total += len(batch[0])
+        if self.how == "attribute of a parameter":
+            self.net[0].weight.total = getattr(self.net[0].weight, "total", 0) + len(batch[0])
         if self.how == "buffer":
             self.steps += 1
         if self.how == "slow copy":
@@ -104,6 +111,8 @@ class CountingLayer(nn.Linear):
     ("how", "message"),
     [
         ("samples", "training_step leaves another total for each part of a micro-batch, but"),
+        ("number of samples", "training_step counts the samples of a part in total"),
+        ("attribute of a parameter", "training_step counts the samples of a part in net.0.weight.total"),
         (
             "buffer",
             "training_step changes steps in place, but a pipeline runs it for each part of a micro-batch; change it in",
