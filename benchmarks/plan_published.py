@@ -193,8 +193,14 @@ def _strategy(row: Row) -> Strategy:
     blocks = [f"llama.blocks.{i}" for i in range(0, row.size.depth, 2)]
     rule: Any = {"full": True, "layer": blocks}.get(row.checkpointing, False)
     if "tensor" not in row.axes:
-        return FSDP(activation_checkpointing=rule)
-    return MeshParallel(row.axes, activation_checkpointing=rule, sequence_parallel=True, loss_parallel=True)
+        return FSDP(activation_checkpointing=rule, low_precision_gather="all")
+    return MeshParallel(
+        row.axes,
+        activation_checkpointing=rule,
+        low_precision_gather="all",
+        sequence_parallel=True,
+        loss_parallel=True,
+    )
 
 
 def planned(row: Row) -> Plan:

@@ -10,8 +10,10 @@ Values come from the mesh's first rank, block by block, so that no rank but that
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -151,20 +153,24 @@ def _shard(
     compute_dtype: torch.dtype | None,
     in_tree: bool,
 ) -> None:
-    whole = {
-        p
-        for module in unit.modules()
-        for p in module._parameters.values()
-        if p is not None and compute_dtype and _is_norm(module)
-    }
-    whole |= unshardable(unit, {id(p) for inner in wrapped.units for p in inner.parameters()})
+    taken = {id(p) for inner in wrapped.units for p in inner.parameters()}
+    whole = unshardable(unit, taken)
+    if compute_dtype is not None:
+        norms = {p for module in unit.modules() if _is_norm(module) for p in module.parameters(recurse=False)}
+        rest = {p for p in unit.parameters() if id(p) not in taken} - whole - norms
+        if options.low_precision_gather == "all":
+            whole |= norms
+        elif unit is not wrapped and _computes_as_autocast(unit, rest, wrapped.model):
+            whole |= norms
+            _refuse_outside_of_autocast(wrapped.model, rest, compute_dtype, mesh.device_type)
+        else:
+            compute_dtype = None
     known = {id(p) for p in wrapped.unsharded}
     wrapped.unsharded += [p for p in unit.parameters() if p in whole and id(p) not in known]
     mixed = MixedPrecisionPolicy()
     if compute_dtype is not None:
-        mixed = MixedPrecisionPolicy(
-            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=unit is not wrapped
-        )
+        cast = options.low_precision_gather == "all" and unit is not wrapped
+        mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.cpu_offload else OffloadPolicy()
     ignored = set(wrapped.unsharded)
     if sharded:
@@ -238,6 +244,66 @@ def sum_gradients_of(unit: Any) -> None:
     """Let torch sum the gradients of a sharded or replicated module over ranks, which it averages by default."""
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+
+
+_CAST = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+"""Layers whose weights autocast converts before anything is computed with them."""
+_OF_WEIGHTS = frozenset(("weight", "bias", "parameters", "named_parameters", "_parameters", "state_dict"))
+
+
+def _computes_as_autocast(unit: nn.Module, parameters: set[nn.Parameter], model: nn.Module) -> bool:
+    """Whether a 16-bit copy of `parameters` is all that a forward of `unit` under autocast reads of them: they are
+    weights of layers that autocast casts, and no code of the user's computes with weights."""
+    return parameters <= _only_cast(model) and not any(
+        _reads_weights(module) for module in unit.modules() if not _is_norm(module)
+    )
+
+
+def _only_cast(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that only such layers have."""
+    found: tuple[set[nn.Parameter], set[nn.Parameter]] = set(), set()
+    for module in model.modules():
+        kind: Any = next((kind for kind in _CAST if isinstance(module, kind)), None)
+        forward = vars(module).get("forward", type(module).forward)
+        is_cast = kind is not None and forward is kind.forward and module._parameters.keys() <= {"weight", "bias"}
+        found[is_cast].update(module.parameters(recurse=False))
+    return found[True] - found[False]
+
+
+def _reads_weights(module: nn.Module) -> bool:
+    """Whether the code of a class of the user names what holds weights, and so may compute with them by hand."""
+    classes = [cls for cls in type(module).__mro__ if cls.__module__.split(".")[0] not in ("torch", "builtins")]
+    methods = [value for cls in classes for key, value in vars(cls).items() if "init" not in key]
+    codes = [code for method in methods if (code := getattr(inspect.unwrap(method), "__code__", None)) is not None]
+    for code in codes:  # grows
+        if not _OF_WEIGHTS.isdisjoint(code.co_names):
+            return True
+        codes += (inner for inner in code.co_consts if isinstance(inner, CodeType))
+    return False
+
+
+def _refuse_outside_of_autocast(model: nn.Module, low: set[nn.Parameter], dtype: torch.dtype, device: str) -> None:
+    """Let the layers that have the parameters `low`, gathered in `dtype`, raise RuntimeError where autocast would leave
+    these in float32."""
+
+    def check(name: str, module: nn.Module, args: Any) -> None:
+        if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != dtype:
+            raise RuntimeError(
+                f"{name} is called outside of the run's autocast, where one process computes with weights in float32, "
+                f"but its block was gathered in {dtype}; give the strategy low_precision_gather=False"
+            )
+
+    for name, module in model.named_modules():
+        if not low.isdisjoint(module.parameters(recurse=False)):
+            module.register_forward_pre_hook(functools.partial(check, name))
 
 
 def _is_norm(module: nn.Module) -> bool:

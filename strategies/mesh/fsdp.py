@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.mesh.sharded import ShardedStrategy
@@ -36,7 +37,7 @@ class FSDP(ShardedStrategy):
         activation_checkpointing: bool | Rule = False,
         find_unused_parameters: bool = False,
         sync_every_micro_batch: bool = False,
-        low_precision_gather: bool = True,
+        low_precision_gather: bool | Literal["all"] = True,
         broadcast_buffers: bool | None = None,
         compress: str | Compressor | None = None,
         timeout_s: float = 1800.0,

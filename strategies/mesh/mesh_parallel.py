@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mesh.mesh import devices_of, parse
@@ -34,7 +34,7 @@ class MeshParallel(ShardedStrategy):
         activation_checkpointing: bool | Rule = False,
         find_unused_parameters: bool = False,
         sync_every_micro_batch: bool = False,
-        low_precision_gather: bool = True,
+        low_precision_gather: bool | Literal["all"] = True,
         broadcast_buffers: bool | None = None,
         plan: str | Mapping[str, Any] = "auto",
         sequence_parallel: bool = False,

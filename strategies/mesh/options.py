@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -34,8 +34,10 @@ class Options:
     sync_every_micro_batch: bool = False
     """fsdp, ddp: exchange gradients after each micro-batch: the memory of whole gradients is saved, traffic
     multiplied."""
-    low_precision_gather: bool = True
-    """fsdp: in mixed precision gather parameters in the format that the forward computes in; gradients are reduced in
+    low_precision_gather: bool | Literal["all"] = True
+    """fsdp: in mixed precision gather blocks in the format that the forward computes in where this changes no number:
+    those of linear and convolutional layers, and norms (True), or none (False). "all": every parameter but norms', and
+    convert what enters a block: less memory and traffic, and other numbers than ddp's. Gradients are reduced in
     float32."""
     broadcast_buffers: bool | None = None
     """fsdp, ddp, tensor: True: rank 0's buffers overwrite the others' after each step; None: the same, but buffers that
@@ -48,6 +50,13 @@ class Options:
     """tensor: between the blocks each rank holds its share of the sequence (dimension 1)."""
     loss_parallel: bool = False
     """tensor: cut the last linear layer by classes and compute cross entropy on the cut logits."""
+
+    def __post_init__(self) -> None:
+        if self.low_precision_gather not in (True, False, "all"):
+            raise ValueError(
+                f"low_precision_gather must be True, False or 'all', but "
+                f"low_precision_gather={self.low_precision_gather!r}"
+            )
 
     def applied_to(self, model: nn.Module, tensor: int | None) -> tuple[dict[str, nn.Module], Plan | None]:
         """The blocks of `model` by name, and the plan of `tensor` ranks, if there is that axis. Raises ValueError

@@ -539,3 +539,75 @@ def test_a_side_effect_free_step_leaves_nothing() -> None:
     assert (module.count, len(module.seen), float(module.seen[0]), module.table) == (0, 1, 0.0, {"a": [1]})
     assert not hasattr(module, "late") and torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+class Block(nn.Module):
+    """Computes in 16 bits only, or by its kind with weights that autocast leaves in float32."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.inner, self.outer, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        if kind == "scale":
+            self.scale = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(self.norm(x)).relu()
+        if self.kind == "region":
+            with torch.autocast("cpu", enabled=False):
+                return x + self.outer(y.float())
+        return x + self.outer(y) * (self.scale if self.kind == "scale" else 1)
+
+
+class Reads(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.inner.weight.pow(2).sum(0)
+
+
+class InMixedPrecision(Module):
+    def __init__(self, *kinds: str) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 8)
+        self.blocks = nn.ModuleList((Reads if kind == "reads" else Block)(kind) for kind in kinds)
+        self.head = nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embedding(batch[0][:, 0].abs().long().clamp(max=3)) + batch[0].repeat(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.head(x.float()).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_float32_parts_of_a_step_see_float32_weights_in_mixed_precision() -> None:
+    """Blocks that only compute what autocast casts are gathered in 16 bits, and others are not: the bits of DDP."""
+    kinds = ("", "scale", "reads")
+    one, sharded = seeded(lambda: InMixedPrecision(*kinds)), seeded(lambda: InMixedPrecision(*kinds))
+    fit("ddp", 2, one, rows(16), precision="bf16-mixed", max_epochs=1)
+    fit("fsdp", 2, sharded, rows(16), precision="bf16-mixed", max_epochs=1)
+    assert equal(weights(one), weights(sharded))
+
+
+class NotesFormats(InMixedPrecision):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.blocks[0](self.embedding(batch[0][:, 0].abs().long().clamp(max=3)))
+        print("embedding", self.embedding.weight.dtype)
+        return self.head(x).square().mean()
+
+
+def test_all_may_be_gathered_in_16_bits(capfd: pytest.CaptureFixture[str]) -> None:
+    for gather, dtype in ("all", torch.bfloat16), (True, torch.float32), (False, torch.float32):
+        strategy = FSDP(low_precision_gather=gather)
+        fit(strategy, 2, NotesFormats(""), rows(16), precision="bf16-mixed", max_epochs=1)
+        found = capfd.readouterr().out.splitlines()
+        assert found and all(line == f"embedding {dtype}" for line in found if "embedding" in line)
+    with pytest.raises(ValueError, match="low_precision_gather must be True, False or 'all', but .*='most'"):
+        FSDP(low_precision_gather="most")
+
+
+def test_a_float32_part_within_a_block_that_is_gathered_in_16_bits_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.outer is called outside of the run's autocast.*=False"):
+        fit("fsdp", 2, InMixedPrecision("region"), rows(16), precision="bf16-mixed", max_epochs=1)
