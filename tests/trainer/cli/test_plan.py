@@ -168,6 +168,16 @@ def test_the_search_finds_the_mildest_options_that_fit(tried: list[str], capsys:
     assert "keep gathered after forward" in said.out and "loss in 8 chunks" in said.out
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_mixed_precision_may_gather_all_in_16_bits(
+    precision: str, tried: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["strategy=fsdp", f"precision={precision}", "--devices", "4", "--gpu", "memory=99,flops=1e12", "--options"]
+    assert main(["plan", "run.yaml", *words]) == 0
+    assert ("gather all in 16 bits" in capsys.readouterr().out) == (precision == "bf16-mixed")
+    assert any("'low_precision_gather': 'all'" in text for text in tried) == (precision == "bf16-mixed")
+
+
 @pytest.mark.ranks
 def test_a_search_in_processes_finds_what_one_process_finds(
     tried: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -193,6 +193,8 @@ class Search:
             if axes.get("fsdp", 1) > 1 and "pipeline" not in axes:
                 for value, words in (("true", "reshard after forward"), ("false", "keep gathered after forward")):
                     yield words, {"reshard_after_forward": value}, {}
+                if str(self._settings.get("precision")).endswith("mixed"):
+                    yield "gather all in 16 bits", {"low_precision_gather": "all"}, {}
                 if self._device.host_memory is not None:
                     yield "offload to the host", {"cpu_offload": "true"}, {}
         if self._takes("loss_chunks"):
