@@ -32,7 +32,6 @@ _WORDS = (
     "does not have a sharding strategy registered",
     "in-place operations that require placement changes",
     "Sharding propagation failed",
-    "Cannot flatten unevenly sharded",
 )
 _ALONE = ("Cannot flatten unevenly sharded", "along the sharded dimension", "for tensor subclasses, got DTensor")
 """Of what torch does not do with one sharded tensor."""
@@ -56,14 +55,14 @@ def explanation(error: BaseException, what: str) -> RuntimeError | None:
         )
     if not isinstance(error, (RuntimeError, ValueError)):
         return None
-    if any(words in text for words in _ALONE):
+    found = re.search(r"aten\.\w+", text)
+    if found is None and any(words in text for words in _ALONE):
         return RuntimeError(
             f"{what} takes apart or flattens weights or gradients that are sharded over ranks, where torch cannot do "
             f"it; {INSTEAD}"
         )
     if not any(words in text for words in _WORDS):
         return None
-    found = re.search(r"aten\.\w+", text)
     return RuntimeError(
         f"{what} computes ({found[0] if found else text.split()[0][:40]}) with weights or gradients that are sharded "
         f"over ranks together with tensors that are whole or sharded over other ranks; {INSTEAD}"
