@@ -240,14 +240,10 @@ def _is_torchmetric(value: Any) -> bool:
 def _are_changes(value: Any) -> bool:
     return value == {} or (
         isinstance(value, dict)
-        and _is_dict(value.get("values"), lambda layer: _is_dict(layer, _is_plain))
+        and _is_dict(value.get("values"), _is_object)
         and _is_list(value.get("lost"), _is_str)
         and _is_list(value.get("on_device"), _is_str)
     )
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float, str) or _is_tensor(value)
 
 
 def _are_attributes(value: Any) -> bool:

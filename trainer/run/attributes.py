@@ -6,13 +6,14 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray}
 _CONTAINERS = {list, tuple, set, frozenset, deque}
@@ -50,40 +51,62 @@ def _is_data(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type) and all(map(_is_data, vars(value).values()))
 
 
-_SAVED = (type(None), bool, int, float, str, np.float64)
-_LISTS = (list, deque, dict, set)
-_MOST_BYTES = 2**26
-"""Larger tensors are not saved beside the weights."""
-_PACKAGES = ("torch", "lockstep", "torchmetrics")
-"""Of whose modules nothing is read, nor of their metrics' state, which is saved by itself."""
+_SAVED = (type(None), bool, int, float, str)
+_KEPT = (list, tuple, dict)
+"""Containers that are saved, of values that are."""
+_MOST_BYTES, _MOST_ITEMS, _MOST_BITS = 2**26, 2**14, 4000
+"""Larger tensors, arrays, containers and integers are not saved beside the weights."""
+_PACKAGES = ("torch", "lockstep", "torchmetrics", "builtins", "abc", "typing")
+"""Of whose modules nothing is read, nor of metrics' state, which is saved by itself."""
 
 
 class Changes:
     """What user code has changed since a fit was set up in the attributes of the module and of layers of its own
-    classes: numbers, strings and tensors, which are saved, and lists, dicts and sets, which are not."""
+    classes: numbers, strings, tensors, arrays, and small lists and dicts of them, which are saved, and other objects,
+    which are not."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._at_start = {layer: _marks(layer) for _, layer in _of_users(module)}
+        self._at_start = _marks_of(module)
+        self._had: dict[nn.Module, set[str]] = {}
+        """The attributes that every run has as its first step begins."""
         self._by_hook: set[tuple[nn.Module, str]] = set()
         """What `on_load_checkpoint` has taken up."""
 
     def note_loaded(self) -> None:
         """Called once `on_load_checkpoint` has been."""
-        self._by_hook = {(layer, name) for _, layer, name, _ in self._changed()}
+        self._by_hook = {(layer, name) for _, layer, name, *_ in self._changed()}
+
+    def begin(self) -> None:
+        """Called once `configure_optimizers` has been: what is as it left it each run makes again."""
+        self._at_start = _marks_of(self._module)
+        for layer, name in self._by_hook:
+            self._at_start.get(layer, {}).pop(name, None)
+
+    def note_begun(self) -> None:
+        """Called once `on_train_start` has been, which every run calls."""
+        self._had = {
+            layer: {name for name, value in vars(layer).items() if value is not None}
+            for _, layer in _of_users(self._module)
+        }
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved by layer and name; the names of what is not; and which tensors are on the model's device."""
+        """What is saved by layer and name; the names of what is not; and which tensors are on the model's device.
+
+        Of a layer in which steps have made an object that cannot be saved nothing is, as a flag may say that it is
+        there.
+        """
         values: dict[str, dict[str, Any]] = {}
-        lost, on_device = [], []
-        for path, _, name, value in self._changed():
-            shown = f"{path}.{name}" if path else name
-            if isinstance(value, _LISTS) or (isinstance(value, Tensor) and value.nbytes > _MOST_BYTES):
-                lost.append(shown)
+        lost, apart, on_device = [], set(), []
+        for path, layer, name, value, mark in self._changed():
+            if not _is_savable(mark):
+                lost.append(_shown(path, name))
+                apart |= {path} if name not in self._had.get(layer, (name,)) else set()
                 continue
-            if isinstance(value, Tensor) and value.device.type != "cpu":
-                on_device.append(shown)
-            values.setdefault(path, {})[name] = value.detach() if isinstance(value, Tensor) else value
+            if any(tensor.device.type != "cpu" for tensor in _tensors(value)):
+                on_device.append(_shown(path, name))
+            values.setdefault(path, {})[name] = _detached(value)
+        lost += [_shown(path, name) for path in apart for name in values.pop(path, ())]
         return {"values": values, "lost": lost, "on_device": on_device} if values or lost else {}
 
     def load_state_dict(self, state: Mapping[str, Any], device: Any) -> None:
@@ -91,15 +114,18 @@ class Changes:
         layers = dict(_of_users(self._module))
         for path, values in state.get("values", {}).items():
             for name, value in values.items():
-                layer, shown = layers.get(path), f"{path}.{name}" if path else name
+                layer = layers.get(path)
                 if layer is None or (layer, name) in self._by_hook or not _is_free(layer, name):
                     continue
-                value = value.to(device) if shown in state["on_device"] else value
+                value = _moved(value, device) if _shown(path, name) in state["on_device"] else value
                 now = vars(layer).get(name)
                 if type(now) is Tensor and isinstance(value, Tensor) and _is_like(now, value):
                     now.detach().copy_(value)  # who else holds it sees that too
+                elif isinstance(value, np.ndarray) and not value.shape:
+                    vars(layer)[name] = value[()]
                 else:
-                    vars(layer)[name] = value
+                    take_data(layer, {name: value})
+                self._at_start.get(layer, {}).pop(name, None)  # it is saved again, whatever the module began with
 
     def lost(self, state: Mapping[str, Any]) -> list[str]:
         """The names of what `state` does not hold and no hook has taken up."""
@@ -107,14 +133,20 @@ class Changes:
         parts = [(shown, *shown.rpartition(".")[::2]) for shown in state.get("lost", [])]
         return [shown for shown, path, name in parts if (layers.get(path), name) not in self._by_hook]
 
-    def _changed(self) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    def _changed(self) -> Iterator[tuple[str, nn.Module, str, Any, _Mark]]:
+        weights = _storages((*self._module.parameters(), *self._module.buffers()))
         for path, layer in _of_users(self._module):
             if layer not in self._at_start:  # built by a hook
                 continue
             before = self._at_start[layer]
             for name, mark in _marks(layer).items():
-                if not _is_same(before.get(name, _NOTHING), mark):
-                    yield path, layer, name, vars(layer)[name]
+                value = vars(layer)[name]
+                if _is_same(before.get(name, _NOTHING), mark):
+                    continue
+                if weights.isdisjoint(_storages(_tensors(value))):
+                    yield path, layer, name, value, mark
+                elif name not in before or before[name] == (type(None), None):  # a copy would not follow the weights
+                    yield path, layer, name, value, (None, id(value))
 
 
 def alike(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -126,60 +158,145 @@ def alike(states: list[dict[str, Any]]) -> dict[str, Any]:
             for name, value in found.items():
                 first = values.setdefault(path, {}).setdefault(name, value)
                 if not _is_equal(first, value):
-                    lost.add(f"{path}.{name}" if path else name)
+                    lost.add(_shown(path, name))
     kept = {
-        path: {name: v for name, v in found.items() if (f"{path}.{name}" if path else name) not in lost}
-        for path, found in values.items()
+        path: {name: v for name, v in found.items() if _shown(path, name) not in lost} for path, found in values.items()
     }
     on_device = [name for state in states for name in state.get("on_device", [])]
     return {"values": kept, "lost": sorted(lost), "on_device": on_device}
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return _is_same((type(one), one), (type(other), other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_equal, one, other))
+    return bool(one == other) or (one != one and other != other)
 
 
-_NOTHING = ("", 0)
+def _shown(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+_Mark = tuple[Any, Any]
+"""What tells whether a value was changed or replaced: its kind, None if it is not saved, and what it holds."""
+_NOTHING: _Mark = ("", 0)
 
 
 def _of_users(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, layer in module.named_modules():
-        if type(layer).__module__.partition(".")[0] not in _PACKAGES and not hasattr(layer, "metric_state"):
+        if not hasattr(layer, "metric_state") and any(
+            cls.__module__.partition(".")[0] not in _PACKAGES
+            for cls in type(layer).__mro__  # FSDP changes the class
+        ):
             yield path, layer
 
 
-def _marks(layer: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """By name what tells whether an attribute was changed or replaced."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for name, value in vars(layer).items():
-        if name in _NOT_OURS:
-            continue
-        if type(value) in _SAVED:
-            found[name] = (type(value), value)
-        elif type(value) is Tensor and value.layout == torch.strided and not value.is_meta:
-            found[name] = (weakref.ref(value), value._version)
-        elif isinstance(value, _LISTS):
-            found[name] = ("", len(value))
-    return found
+def _marks_of(module: nn.Module) -> dict[nn.Module, dict[str, _Mark]]:
+    return {layer: _marks(layer) for _, layer in _of_users(module)}
 
 
-def _is_same(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
+def _marks(layer: nn.Module) -> dict[str, _Mark]:
+    return {
+        name: _mark(value, _MOST_ITEMS)
+        for name, value in vars(layer).items()
+        if name not in _NOT_OURS and name.isidentifier() and not isinstance(value, nn.Module)
+    }
+
+
+def _mark(value: Any, most: int) -> _Mark:
+    kind = type(value)
+    if kind in _SAVED:
+        return (None if kind is int and value.bit_length() > _MOST_BITS else kind), value
+    if isinstance(value, Tensor):
+        if kind is not Tensor or not _is_plain(value):
+            return None, id(value)
+        return weakref.ref(value), object() if value.is_inference() else value._version
+    if isinstance(value, np.ndarray | np.generic):
+        if kind is not np.ndarray and not isinstance(value, np.generic):
+            return None, id(value)
+        fits = value.dtype.kind in "biufc" and value.dtype.itemsize <= 16 and value.nbytes <= _MOST_BYTES
+        return (kind, (value.dtype, value.shape, hash(value.tobytes()))) if fits else (None, id(value))
+    if kind in _KEPT and len(value) <= most:
+        items = [*value.keys(), *value.values()] if kind is dict else value
+        marks = tuple(_mark(item, most // max(len(value), 1)) for item in items)
+        return (kind if _fits(value, marks) else None), marks
+    return None, len(value) if isinstance(value, list | deque | dict | set) else id(value)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a checkpoint can hold it: it has memory of its own, in a layout and format of the file."""
+    strided = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    return strided and tensor.nbytes <= _MOST_BYTES and _storage(tensor) is not None
+
+
+def _storage(tensor: Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # of another layout, or made within a function of torch.func
+        return None
+
+
+def _fits(container: Any, marks: Iterable[_Mark]) -> bool:
+    """Whether a container can be saved: numbers of numpy would be those of Python there, tensors all on one device."""
+    tensors = _tensors(container)
+    return (
+        all(_is_savable(mark) and not (isinstance(mark[0], type) and issubclass(mark[0], np.generic)) for mark in marks)
+        and not (type(container) is dict and any(type(key) not in _SAVED for key in container))
+        and len({tensor.device.type for tensor in tensors}) < 2
+        and sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES
+    )
+
+
+def _is_savable(mark: _Mark) -> bool:
+    return mark[0] is not None
+
+
+def _is_same(before: _Mark, now: _Mark) -> bool:
     if isinstance(before[0], weakref.ref) and isinstance(now[0], weakref.ref):
         return before[0]() is now[0]() and before[1] == now[1]
-    return before[0] == now[0] and (before[1] == now[1] or (before[1] != before[1] and now[1] != now[1]))
+    if before[0] != now[0]:
+        return False
+    if now[0] in (None, *_KEPT) and isinstance(before[1], tuple) and isinstance(now[1], tuple):
+        return len(before[1]) == len(now[1]) and all(map(_is_same, before[1], now[1]))
+    return bool(before[1] == now[1]) or (before[1] != before[1] and now[1] != now[1])
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _storages(tensors: Iterable[Tensor]) -> set[int | None]:
+    found = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
+    return {_storage(tensor) for tensor in found if type(tensor) in (Tensor, nn.Parameter)} - {None, 0}
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return np.asarray(value)
+    return tree_map_only(Tensor, Tensor.detach, value)
+
+
+def _moved(value: Any, device: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 def _is_free(layer: nn.Module, name: str) -> bool:
-    """Whether a plain value may be set there: a class has no method or property of the name."""
-    return name.isidentifier() and name not in _NOT_OURS and type(getattr(type(layer), name, None)) in _SAVED
+    """Whether a value may be set there: a class has no method or property of the name."""
+    return name.isidentifier() and name not in _NOT_OURS and _is_data(getattr(type(layer), name, None))
 
 
 def _is_like(now: Tensor, value: Tensor) -> bool:
     owns = (
         now.grad_fn is None
         and now.is_leaf
+        and not now.is_inference()
         and 0 not in (s for s, n in zip(now.stride(), now.shape, strict=True) if n > 1)
     )
     return owns and (now.shape, now.dtype, now.device) == (value.shape, value.dtype, value.device)

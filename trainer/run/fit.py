@@ -119,6 +119,8 @@ def _begin(run: RunState, module: Module, loop: FitLoop) -> None:
     if run.arguments.num_sanity_val_steps and loop.val_loaders and is_new:
         evaluate.sanity_check(run, module, loop.val_loaders)
     assigned.call(run, module, loop, run.hooks.on_train_start, last=True)
+    if run.attributes is not None:
+        run.attributes.note_begun()
 
 
 def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, Iterator[Window]]:

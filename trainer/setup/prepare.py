@@ -88,9 +88,8 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     """Wrap the model, build loaders and optimizers, restore what is resumed. Every rank calls it."""
     strategy, checkpoint = run.strategy, run.resumed
     if checkpoint is not None:
-        saved = checkpoint.state.get("virtual_ranks", 0)
         now = strategy.virtual_ranks if strategy.capabilities.exact else 0
-        resume.check_virtual_ranks(checkpoint.path, saved, now)
+        resume.check_virtual_ranks(checkpoint.path, checkpoint.state.get("virtual_ranks", 0), now)
     reload = Reload.of(run, module, sources)
     with nullcontext() if reload is None else reload.at_its_epoch():
         source = combined(sources.get(module, "train"))
@@ -120,6 +119,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     elif strategy.topology.data_rank > 0:  # a stream of its own; data rank 0 continues with the process's stream
         seed_everything(derive(run.seed, "noise", strategy.topology.data_rank))
     frozen.note(run, module)
+    run.attributes.begin()
     if checkpoint is not None:
         snapshot.restore_trainability(run, module, checkpoint)
         snapshot.restore(run, module, checkpoint)

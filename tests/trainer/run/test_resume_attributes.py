@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -36,7 +38,7 @@ class Remembers(Net):
     def __init__(self) -> None:
         super().__init__()
         self.net.insert(0, Scaled())
-        self.names: list[str] = []
+        self.names: deque[str] = deque()
         self.by_hook, self.hidden, self.best = 0, None, float("inf")
 
     def on_fit_start(self) -> None:
@@ -73,9 +75,9 @@ class Save(Callback):
         trainer.save_checkpoint(self.folder / f"end {trainer.current_epoch}")
 
 
-def fit(path: Path | None = None, **options: Any) -> Remembers:
+def fit(path: Path | None = None, kind: type[Net] = Remembers, **options: Any) -> Any:
     torch.manual_seed(0)
-    module = Remembers()
+    module = kind()
     quiet(**{"max_epochs": 3, "accelerator": "cpu"} | options).fit(module, loader(24), ckpt_path=path)
     return module
 
@@ -116,3 +118,79 @@ def test_on_other_ranks_what_all_had_alike_continues(tmp_path: Path, caplog: Any
     with caplog.at_level(logging.WARNING, "lockstep"):
         resumed = fit(tmp_path / "1")
     assert resumed.net[0].calls == 10 + 1 and "best, hidden, names, net.0.seen" in caplog.text
+
+
+class KeepsMuch(Net):
+    """Carries containers and what numpy makes from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[torch.Tensor] = []
+        self.sums, self.pair, self.array = {"a": 0.0}, (0, [1]), np.zeros(2)
+        self.single, self.count = np.float32(1), np.int64(0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        self.sums["a"] += 0.1
+        self.pair = (self.pair[0] + 1, [*self.pair[1], 1][-3:])
+        self.array += 0.5
+        self.single, self.count = np.float32(self.single * np.float32(1.1)), self.count + 1
+        assert type(self.single) is np.float32 and type(self.count) is np.int64
+        weight = self.sums["a"] + sum(self.pair[1]) + self.array[1] + float(self.single) + int(self.count)
+        return loss * weight + loss * torch.stack(self.losses).mean()
+
+
+class MakesOnce(Net):
+    """Has a flag that says whether an object is there that no checkpoint holds."""
+
+    is_ready = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.is_ready:
+            self.queue, self.is_ready = deque([1.0]), True
+        return super().training_step(batch, batch_idx) * self.queue[0]
+
+
+class HoldsOdd(Net):
+    """Holds what the files of a checkpoint cannot."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.inference_mode():
+            self.inferred = torch.ones(3) * batch_idx
+        self.most = 10**5000
+        vars(self).update({"$x": 3, "a b/../c": torch.ones(3)})
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [KeepsMuch, MakesOnce, HoldsOdd])
+def test_whatever_a_step_keeps_the_run_is_saved_and_continues(tmp_path: Path, kind: type[Net]) -> None:
+    whole = fit(callbacks=[Save(tmp_path)], kind=kind)
+    for step in ("2", "4"):
+        assert equal(weights(fit(tmp_path / step, kind)), weights(whole)), step
+
+
+class ChangesOnce(Net):
+    scale = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 0:
+            self.scale = 0.5
+        return super().training_step(batch, batch_idx) * self.scale
+
+
+def test_an_attribute_that_a_resumed_module_begins_with_is_saved_again(tmp_path: Path) -> None:
+    module = fit(callbacks=[Save(tmp_path)], kind=ChangesOnce, max_epochs=1)
+    quiet(max_epochs=2, accelerator="cpu", callbacks=[Save(tmp_path)]).fit(module, loader(24), ckpt_path=tmp_path / "3")
+    assert equal(weights(fit(tmp_path / "4", ChangesOnce, max_epochs=2)), weights(module))
+
+
+class Measures(Net):
+    def configure_optimizers(self) -> Any:
+        self.world, self.total = self.trainer.world_size, self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+def test_what_configure_optimizers_derives_from_the_run_is_that_of_the_resumed_run(tmp_path: Path) -> None:
+    fit(callbacks=[Save(tmp_path)], kind=Measures)
+    assert fit(tmp_path / "4", Measures, max_epochs=4).total == 12
