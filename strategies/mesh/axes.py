@@ -160,7 +160,7 @@ def _shard(
         rest = {p for p in unit.parameters() if id(p) not in taken} - whole - norms
         if options.low_precision_gather == "all":
             whole |= norms
-        elif unit is not wrapped and _computes_as_autocast(unit, rest, wrapped.model):
+        elif unit is not wrapped and _computes_as_autocast(unit, rest, wrapped.model, options):
             whole |= norms
             _refuse_outside_of_autocast(wrapped.model, rest, compute_dtype, mesh.device_type)
         else:
@@ -257,13 +257,18 @@ _CAST = (
 )
 """Layers whose weights autocast converts before anything is computed with them."""
 _OF_WEIGHTS = frozenset(("weight", "bias", "parameters", "named_parameters", "_parameters", "state_dict"))
+_OUTSIDE_OF_STEPS = ("init", "reset_", "configure_", "on_", "setup", "teardown")
+"""How methods begin, but for underscores, that see no block as it was gathered."""
 
 
-def _computes_as_autocast(unit: nn.Module, parameters: set[nn.Parameter], model: nn.Module) -> bool:
-    """Whether a 16-bit copy of `parameters` is all that a forward of `unit` under autocast reads of them: they are
-    weights of layers that autocast casts, and no code of the user's computes with weights."""
-    return parameters <= _only_cast(model) and not any(
-        _reads_weights(module) for module in unit.modules() if not _is_norm(module)
+def _computes_as_autocast(unit: nn.Module, parameters: set[nn.Parameter], model: nn.Module, options: Options) -> bool:
+    """Whether a 16-bit copy of `parameters` is all that a step under autocast reads of them: they are float32 weights
+    of layers that autocast casts, and no code of the user's that may see the copy computes with weights."""
+    stays = options.reshard_after_forward is False  # for the rest of the step
+    return (
+        all(parameter.dtype == torch.float32 for parameter in parameters)
+        and parameters <= _only_cast(model)
+        and not any(_reads_weights(m) for m in (model if stays else unit).modules() if not _is_norm(m))
     )
 
 
@@ -280,11 +285,14 @@ def _only_cast(model: nn.Module) -> set[nn.Parameter]:
 
 def _reads_weights(module: nn.Module) -> bool:
     """Whether the code of a class of the user names what holds weights, and so may compute with them by hand."""
-    classes = [cls for cls in type(module).__mro__ if cls.__module__.split(".")[0] not in ("torch", "builtins")]
-    methods = [value for cls in classes for key, value in vars(cls).items() if "init" not in key]
+    others = ("torch", "builtins", "lockstep")
+    classes = [cls for cls in type(module).__mro__ if cls.__module__.split(".")[0] not in others]
+    methods = [
+        value for cls in classes for key, value in vars(cls).items() if not key.strip("_").startswith(_OUTSIDE_OF_STEPS)
+    ]
     codes = [code for method in methods if (code := getattr(inspect.unwrap(method), "__code__", None)) is not None]
     for code in codes:  # grows
-        if not _OF_WEIGHTS.isdisjoint(code.co_names):
+        if not _OF_WEIGHTS.isdisjoint((*code.co_names, *(held for held in code.co_consts if isinstance(held, str)))):
             return True
         codes += (inner for inner in code.co_consts if isinstance(inner, CodeType))
     return False

@@ -550,18 +550,22 @@ class Block(nn.Module):
         self.inner, self.outer, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
         if kind == "scale":
             self.scale = nn.Parameter(torch.rand(8))
+        if kind == "double":
+            self.outer.double()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(self.norm(x)).relu()
         if self.kind == "region":
             with torch.autocast("cpu", enabled=False):
                 return x + self.outer(y.float())
+        if self.kind == "double":
+            return x + self.outer(y.double()).float()
         return x + self.outer(y) * (self.scale if self.kind == "scale" else 1)
 
 
 class Reads(Block):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.inner.weight.pow(2).sum(0)
+        return super().forward(x) + getattr(self.inner, "weight").pow(2).sum(0)  # noqa: B009
 
 
 class InMixedPrecision(Module):
@@ -582,12 +586,19 @@ class InMixedPrecision(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_float32_parts_of_a_step_see_float32_weights_in_mixed_precision() -> None:
+class ReadsInStep(InMixedPrecision):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.blocks[0].inner.weight.pow(2).sum()
+
+
+@pytest.mark.parametrize(
+    ("cls", "kinds", "stays"), [(InMixedPrecision, ("", "scale", "reads", "double"), None), (ReadsInStep, ("",), False)]
+)
+def test_float32_parts_of_a_step_see_float32_weights_in_mixed_precision(cls: Any, kinds: Any, stays: Any) -> None:
     """Blocks that only compute what autocast casts are gathered in 16 bits, and others are not: the bits of DDP."""
-    kinds = ("", "scale", "reads")
-    one, sharded = seeded(lambda: InMixedPrecision(*kinds)), seeded(lambda: InMixedPrecision(*kinds))
+    one, sharded = seeded(lambda: cls(*kinds)), seeded(lambda: cls(*kinds))
     fit("ddp", 2, one, rows(16), precision="bf16-mixed", max_epochs=1)
-    fit("fsdp", 2, sharded, rows(16), precision="bf16-mixed", max_epochs=1)
+    fit(FSDP(reshard_after_forward=stays), 2, sharded, rows(16), precision="bf16-mixed", max_epochs=1)
     assert equal(weights(one), weights(sharded))
 
 
