@@ -76,6 +76,8 @@ class DataParallel(SPMDStrategy):
         super().__init__(activation_checkpointing=activation_checkpointing)
         self._threads: ThreadPoolExecutor | None = None
         self._draws = True
+        self._suspects: set[str] = set()
+        """Buffers that may count samples."""
         self._cutter: SampleCutter | None = None
 
     def configure(
@@ -92,6 +94,7 @@ class DataParallel(SPMDStrategy):
             self.topology = replace(self.topology, device=torch.device("cuda", 0))
         self._cutter = None
         self._draws = True  # until the first window has shown that it does not
+        self._suspects.clear()
         self._threads = ThreadPoolExecutor(self.num_devices, thread_name_prefix="replica")
         return self.topology
 
@@ -141,7 +144,7 @@ class DataParallel(SPMDStrategy):
             contexts, rates = [hooks.log_scope(n) for _, n in slices], hooks.vote().rates
             forward = functools.partial(self._forward, micro_batch.batch_idx)
             held, own = functools.partial(kept_buffers, wrapped), slices[0][1]
-            counts = refusing_counts(held, own, micro_batch.num_samples, self.name, [slices[0][0]])
+            counts = refusing_counts(held, own, micro_batch.num_samples, self.name, [slices[0][0]], self._suspects)
             with counts, refusing_forward_mode():
                 outputs = self._run(
                     forward, range(len(slices)), replicas, steps, [part for part, _ in slices], contexts

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,22 +34,35 @@ _LOOKS = 10
 
 @contextmanager
 def refusing_counts(
-    held: Callable[[], Mapping[str, Tensor]], own: int, total: int, strategy: str, batches: Iterable[Any]
+    held: Callable[[], Mapping[str, Tensor]],
+    own: int,
+    total: int,
+    strategy: str,
+    batches: Iterable[Any],
+    suspects: set[str],
 ) -> Iterator[None]:
-    """Raise RuntimeError if a number in a buffer of `held()` grows within by a multiple of the `own` samples, not of
-    the `total` of the step, or by the elements of a tensor in all of this rank's `batches`: it counts samples or
-    tokens, alike on all ranks, but not as one process does."""
+    """Raise RuntimeError if a number in a buffer of `held()` grows within by the `own` samples or by the elements of a
+    tensor in all of this rank's `batches`, not by the `total` samples of the step: it counts samples or tokens, alike
+    on all ranks, but not as one process does.
+
+    One that grows by another multiple of `own`, as the largest length of a batch may, is among `suspects` first, and
+    refused if it does so in a later step too.
+    """
     before = _numbers(held()) if 1 < own < total else {}
     yield
     grown = {name: now - before[name] for name, now in (_numbers(held()) if before else {}).items() if name in before}
     for name, number in grown.items():
         if number <= 0 or number % own or number == total:
             continue
-        if number % total or number in _num_elements(batches):
+        counts = number == own or number in _num_elements(batches)
+        if not counts and number % total and name not in suspects:
+            suspects.add(name)
+        elif counts or number % total:
             raise RuntimeError(
                 f"a step added {number:g} to the buffer {name}, which counts the {own} samples that {strategy} showed "
                 f"it, and not the {total} of the batch; add self.sum_over_ranks({'len(x)' if number == own else '...'})"
-                " in its place, or use strategy='single'"
+                " in its place, or use strategy='single'; if it counts something else, keep it as a number in an "
+                "attribute, which is saved too"
             )
 
 
@@ -71,7 +85,8 @@ def shared(buffers: SharedBuffers | None, window: Window, strategy: str) -> Iter
     own = sum(micro_batch.num_samples for micro_batch in window.micro_batches)
     looks = buffers.compares and own > len(window.micro_batches)  # else it may count micro-batches
     batches = (micro_batch.batch for micro_batch in window.micro_batches)
-    with refusing_counts(lambda: kept_buffers(buffers.model), own * looks, window.num_samples, strategy, batches):
+    held = partial(kept_buffers, buffers.model)
+    with refusing_counts(held, own * looks, window.num_samples, strategy, batches, buffers.suspects):
         yield
     buffers.share(window.has_samples)
 
@@ -90,6 +105,8 @@ class SharedBuffers:
         self._modules = [module for module in model.modules() if _kept(module)]
         self._names = {module: name for name, module in model.named_modules()}
         self._looks = 0
+        self.suspects: set[str] = set()
+        """Buffers that may count samples."""
         self._shapes = self._now()
 
     @property

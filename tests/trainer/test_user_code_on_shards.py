@@ -489,6 +489,28 @@ def test_a_buffer_that_counts_a_ranks_tokens_is_refused(strategy: str) -> None:
         fitted(CountsTokens(), strategy, 2)
 
 
+class CountsTwice(CountsSamples):
+    def count(self, x: Tensor) -> Any:
+        return len(torch.cat((x, x, x)))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "dp"])
+def test_a_buffer_that_counts_a_ranks_views_is_refused(strategy: str) -> None:
+    with pytest.raises(RuntimeError, match=r"added 12 to the buffer seen, which counts the 4 samples .*not the 8"):
+        fitted(CountsTwice(), strategy, 2)
+
+
+class KeepsLength(CountsSamples):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.clamp_(min=12)  # the longest of all batches
+        return Base.training_step(self, batch, batch_idx) * (1 + self.seen / 100)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "dp"])
+def test_a_buffer_may_keep_a_length_that_is_a_multiple_of_a_ranks_samples(strategy: str) -> None:
+    assert_as_on_one_process(KeepsLength, strategy, 2)
+
+
 class CountsInSteps(CountsSamples):
     training_step = Base.training_step
 

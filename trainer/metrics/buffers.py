@@ -42,6 +42,7 @@ class EvaluatedBuffers:
         """After each batch of which this rank had samples, until the first of which it had none."""
         self._lacked = False
         self._looks = 0
+        self._suspects: set[str] = set()
 
     def _held(self) -> dict[str, Tensor]:
         kept = kept_buffers(self._model).items()
@@ -61,7 +62,7 @@ class EvaluatedBuffers:
         self._looks += 1
         own = micro_batch.num_samples
         looked = own if self._looks <= _LOOKS else 0
-        with refusing_counts(self._held, looked, total, self._strategy.name, [micro_batch.batch]):
+        with refusing_counts(self._held, looked, total, self._strategy.name, [micro_batch.batch], self._suspects):
             yield
         self._after_batch(own > 0)
 
