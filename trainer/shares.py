@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.blocks import is_of_user
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.trainer.checkpoint.rank_state import on_device_of, torchmetrics_of
 from lockstep.trainer.metrics.gathering import gather_values
@@ -134,7 +135,7 @@ class Shares:
             if buffer is not None and is_here(buffer)
         ]
         self._modules = modules
-        self._users = [module for module in modules if not type(module).__module__.startswith("torch.")]
+        self._users = [module for module in modules if is_of_user(module)]
         self._values, self._rates = self._now(), self._rates_now()
 
     def _end_share(self) -> None:

@@ -14,6 +14,7 @@ Rule: TypeAlias = "str | type[nn.Module] | Callable[[str, nn.Module], bool] | It
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 LISTS_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+_NOT_OF_USERS = ("torch", "lockstep", "torchmetrics", "builtins", "abc", "typing")
 
 
 def find_blocks(model: nn.Module, rule: Rule) -> dict[str, nn.Module]:
@@ -222,3 +223,8 @@ def _has_list(module: nn.Module) -> bool:
         isinstance(child, CONTAINERS) and sum(any(True for _ in item.parameters()) for item in child.children()) > 1
         for child in module.modules()
     )
+
+
+def is_of_user(module: nn.Module) -> bool:
+    """Whether its class has code of the user's; FSDP makes another class of it."""
+    return any(cls.__module__.partition(".")[0] not in _NOT_OF_USERS for cls in type(module).__mro__)

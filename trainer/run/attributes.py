@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lockstep.strategies.modules.blocks import is_of_user
+
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray}
 _CONTAINERS = {list, tuple, set, frozenset, deque}
 _MAPPINGS = {dict, OrderedDict, defaultdict, Counter}
@@ -56,8 +58,6 @@ _KEPT = (list, tuple, dict)
 """Containers that are saved, of values that are."""
 _MOST_BYTES, _MOST_ITEMS, _MOST_BITS = 2**26, 2**14, 4000
 """Larger tensors, arrays, containers and integers are not saved beside the weights."""
-_PACKAGES = ("torch", "lockstep", "torchmetrics", "builtins", "abc", "typing")
-"""Of whose modules nothing is read, nor of metrics' state, which is saved by itself."""
 
 
 class Changes:
@@ -191,10 +191,7 @@ _NOTHING: _Mark = ("", 0)
 
 def _of_users(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, layer in module.named_modules():
-        if not hasattr(layer, "metric_state") and any(
-            cls.__module__.partition(".")[0] not in _PACKAGES
-            for cls in type(layer).__mro__  # FSDP changes the class
-        ):
+        if is_of_user(layer) and not hasattr(layer, "metric_state"):  # metrics are saved by themselves
             yield path, layer
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.blocks import is_of_user
 from lockstep.strategies.sync.contents import checksum
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 
@@ -234,7 +235,7 @@ class _Model:
         of_metrics = {part for metric in torchmetrics_of(module).values() for part in metric.modules()}
         all_parts = list(module.named_modules())
         self.parts = [(name, part) for name, part in all_parts if part not in of_metrics]
-        self.users = [(f"{name}." if name else "", part) for name, part in self.parts if is_users_class(type(part))]
+        self.users = [(f"{name}." if name else "", part) for name, part in self.parts if is_of_user(part)]
         self.parameters = list(module.named_parameters())
         self.known = [*(part for _, part in all_parts), *(p for _, p in self.parameters), *module.buffers()]
         tables = [table for _, part in all_parts for table in (part._modules, part._parameters, part._buffers)]
@@ -256,8 +257,7 @@ def _found(run: RunState, model: _Model) -> _Found:
         search.attributes(part, prefix)
     for callback in run.callbacks:
         if is_users_class(type(callback)) or callback.changes_model:
-            prefix = f"{type(callback).__name__}."
-            search.attributes(callback, prefix)
+            search.attributes(callback, prefix := f"{type(callback).__name__}.")
             search.owners |= {prefix + key: (callback, key) for key, v in vars(callback).items() if _is_number(v)}
     for name, parameter in model.parameters:
         for hooks in OF_TENSOR:

@@ -215,3 +215,23 @@ def test_batch_norms_over_ranks() -> None:
     module.norm = nn.SyncBatchNorm(3)
     with pytest.raises(ValueError, match="norm is a SyncBatchNorm"):
         fit(module)
+
+
+class CountsCalls(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x * self.calls)
+
+
+class Counted(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(*(nn.Sequential(CountsCalls(3, 3), nn.ReLU()) for _ in range(2)))
+
+
+@pytest.mark.ranks
+def test_a_layer_that_counts_in_a_block_is_refused_where_fsdp_has_changed_its_class() -> None:
+    with pytest.raises(RuntimeError, match=r"changed layer\.0\.0\.calls, layer\.1\.0\.calls, which would depend"):
+        fit(Counted(), strategy=FSDP(wrap=CountsCalls), devices=2, virtual_ranks=4)
