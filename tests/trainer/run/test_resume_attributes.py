@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from lockstep.callbacks import Callback
+from lockstep.strategies import FSDP
+from lockstep.trainer.run.attributes import Changes
 from tests.trainer.toy import Net, equal, loader, quiet, weights
 
 
@@ -83,15 +85,15 @@ def fit(path: Path | None = None, kind: type[Net] = Remembers, **options: Any) -
 
 
 LAYOUTS = [
-    {},
+    pytest.param({}, id="single"),
     *(
-        pytest.param({"strategy": name, "devices": 2}, marks=(pytest.mark.ranks, pytest.mark.slow))
-        for name in ("ddp", "fsdp", "tensor")  # pipeline refuses such steps
-    ),
+        pytest.param({"strategy": strategy, "devices": 2}, id=name, marks=(pytest.mark.ranks, pytest.mark.slow))
+        for name, strategy in (("ddp", "ddp"), ("fsdp", FSDP(wrap=Scaled)), ("tensor", "tensor"))
+    ),  # pipeline refuses such steps
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_attributes_continue(tmp_path: Path, layout: dict[str, Any], caplog: Any) -> None:
     whole = fit(callbacks=[Save(tmp_path)], **layout)
     for step in ("1", "3", "end 0", "5"):
@@ -118,6 +120,15 @@ def test_on_other_ranks_what_all_had_alike_continues(tmp_path: Path, caplog: Any
     with caplog.at_level(logging.WARNING, "lockstep"):
         resumed = fit(tmp_path / "1")
     assert resumed.net[0].calls == 10 + 1 and "best, hidden, names, net.0.seen" in caplog.text
+
+
+def test_what_a_layer_counts_is_saved_where_fsdp_has_changed_its_class() -> None:
+    module = Remembers()
+    changes, layer = Changes(module), module.net[0]
+    changes.begin()
+    layer.__class__ = type("FSDPScaled", (Scaled,), {"__module__": "torch.distributed.fsdp"})
+    layer(torch.ones(1, 8))
+    assert changes.state_dict()["values"]["net.0"]["calls"] == 1
 
 
 class KeepsMuch(Net):
