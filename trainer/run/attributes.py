@@ -143,7 +143,7 @@ class Changes:
                 value = vars(layer)[name]
                 if _is_same(before.get(name, _NOTHING), mark):
                     continue
-                if weights.isdisjoint(_storages(_tensors(value))):
+                if not _is_savable(mark) or weights.isdisjoint(_storages(_tensors(value))):
                     yield path, layer, name, value, mark
                 elif name not in before or before[name] == (type(None), None):  # a copy would not follow the weights
                     yield path, layer, name, value, (None, id(value))
@@ -222,7 +222,7 @@ def _mark(value: Any, most: int) -> _Mark:
         return (kind, (value.dtype, value.shape, hash(value.tobytes()))) if fits else (None, id(value))
     if kind in _KEPT and len(value) <= most:
         items = [*value.keys(), *value.values()] if kind is dict else value
-        marks = tuple(_mark(item, most // max(len(value), 1)) for item in items)
+        marks = tuple(_mark(item, most // (len(value) + 1)) for item in items)  # of bounded depth
         return (kind if _fits(value, marks) else None), marks
     return None, len(value) if isinstance(value, list | deque | dict | set) else id(value)
 
@@ -242,13 +242,14 @@ def _storage(tensor: Tensor) -> int | None:
 
 def _fits(container: Any, marks: Iterable[_Mark]) -> bool:
     """Whether a container can be saved: numbers of numpy would be those of Python there, tensors all on one device."""
+    if not all(
+        _is_savable(mark) and not (isinstance(mark[0], type) and issubclass(mark[0], np.generic)) for mark in marks
+    ):
+        return False
+    if type(container) is dict and any(type(key) not in _SAVED for key in container):
+        return False
     tensors = _tensors(container)
-    return (
-        all(_is_savable(mark) and not (isinstance(mark[0], type) and issubclass(mark[0], np.generic)) for mark in marks)
-        and not (type(container) is dict and any(type(key) not in _SAVED for key in container))
-        and len({tensor.device.type for tensor in tensors}) < 2
-        and sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES
-    )
+    return len({tensor.device.type for tensor in tensors}) < 2 and sum(t.nbytes for t in tensors) <= _MOST_BYTES
 
 
 def _is_savable(mark: _Mark) -> bool:
