@@ -306,7 +306,8 @@ def _refuse_outside_of_autocast(model: nn.Module, low: set[nn.Parameter], dtype:
         if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != dtype:
             raise RuntimeError(
                 f"{name} is called outside of the run's autocast, where one process computes with weights in float32, "
-                f"but its block was gathered in {dtype}; give the strategy low_precision_gather=False"
+                f"but its block was gathered in {dtype}; call it within torch.autocast({device!r}, {dtype}), or give "
+                "the strategy low_precision_gather=False"
             )
 
     for name, module in model.named_modules():
