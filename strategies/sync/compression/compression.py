@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.checkpoint_state import Reader, State, TensorShard
 from lockstep.strategies.sync.collectives import local
-from lockstep.strategies.sync.compression.compressor import Compressor, Encoding, Exact
+from lockstep.strategies.sync.compression.compressor import Compressor, Encoding, Exact, real
 from lockstep.strategies.sync.compression.exchange import Exchange, Payload
+from lockstep.strategies.sync.compression.kept import apart, check_memory, keeping_nothing, mark_memory
 
 PREFIX = "strategy/compression"
 """Of names in a checkpoint: `/residual/<parameter>` and `/velocity/<parameter>`, with the shares as first dimension,
@@ -131,10 +132,9 @@ class Compression:
         self._left = {}
         if not parameters:
             return []
-        names, likes = list(parameters), [_real(tensor) for tensor in parameters.values()]
         encodings = [
-            Encoding(name, tuple(like.shape), _working_dtype(like), like.device, self.seed or 0, self.step)
-            for name, like in zip(names, likes, strict=True)
+            Encoding.of(name, tensor, self.seed or 0, self.step, self.memory.get(name, {}))
+            for name, tensor in parameters.items()
         ]
         self._current = Exact() if self.step < self.compressor.start else self.compressor
         self.step += 1
@@ -148,7 +148,8 @@ class Compression:
             flags.append(_flags(inputs[-1], gradients))
         exchange = Exchange(self.layout.own, self.layout.num_shares, self.layout.group)
         run = self._averaged if self._current.linear else self._gathered
-        means, found = run(exchange, encodings, inputs, flags)
+        with keeping_nothing(self._current):
+            means, found = run(exchange, encodings, inputs, flags)
         for i, encoding in enumerate(encodings):
             left = {share: values[i] for share, values in zip(self.layout.own, inputs, strict=True)}
             moving = {share: values[i] for share, values in zip(self.layout.own, self._moving, strict=False)}
@@ -195,8 +196,7 @@ class Compression:
         if gradient is None:
             total = torch.zeros(encoding.shape, dtype=encoding.dtype, device=encoding.device)
         else:
-            total = _real(gradient).to(encoding.dtype) * scale
-        encoding.memory = dict(self.memory.get(encoding.name, {}))
+            total = real(gradient).to(encoding.dtype) * scale
         if self.compressor.momentum:
             before = self.velocities.get(encoding.name, {}).get(share)
             if before is not None:
@@ -208,12 +208,10 @@ class Compression:
         self, exchange: Exchange, encodings: list[Encoding], inputs: list[list[Tensor]], flags: list[Tensor]
     ) -> tuple[list[Tensor], Tensor]:
         """Means over shares of what is decoded, and the flags of all shares. Leaves in `inputs` what was not sent."""
-        own = [
-            [(row,), *self._encoded(encodings, share, values, row)]
-            for share, values, row in zip(self.layout.own, inputs, flags, strict=True)
-        ]
-        everyone = exchange.gather(own)
-        found = torch.stack([payloads[0][0] for payloads in everyone])
+        own, marks = self._encoded(encodings, inputs, flags)
+        rows = zip(flags, marks, strict=True)
+        everyone = exchange.gather([[pair, *payloads] for pair, payloads in zip(rows, own, strict=True)])
+        found = self._found(payloads[0] for payloads in everyone)
         means: list[Tensor] = []
         first = self.layout.own[0]
         for i, encoding in enumerate(encodings):
@@ -237,18 +235,21 @@ class Compression:
         for _ in range(self._current.rounds):
             for encoding, mean in zip(encodings, averages, strict=False):
                 encoding.means.append(mean)
-            last = [
-                self._encoded(encodings, share, values, row)
-                for share, values, row in zip(self.layout.own, inputs, flags, strict=True)
-            ]
+            last, marks = self._encoded(encodings, inputs, flags)
             averages = exchange.mean(last)
-        found = exchange.gather([[(row,)] for row in flags])
+        found = exchange.gather([[pair] for pair in zip(flags, marks, strict=True)])
         for own, (values, payloads) in enumerate(zip(inputs, last, strict=True)):
             for i, (value, payload, encoding) in enumerate(zip(values, payloads, encodings, strict=True)):
-                value.sub_(self._current.decode(payload, encoding))
+                value.sub_(self._current.decode(payload, apart(encoding, encoding.share, self._current)))
                 self._stop(own, i, payload, encoding)
         means = [self._current.decode(mean, e) for mean, e in zip(averages, encodings, strict=True)]
-        return means, torch.stack([payloads[0][0] for payloads in found])
+        return means, self._found(payloads[0] for payloads in found)
+
+    def _found(self, rows: Iterable[Payload]) -> Tensor:
+        """The flags of all shares."""
+        flags, marks = zip(*rows, strict=True)
+        check_memory(self._current, marks)
+        return torch.stack(flags)
 
     def _stop(self, own: int, i: int, payload: Payload, encoding: Encoding) -> None:
         """Let the velocity of what a share has sent start over (momentum factor masking), but not if it sends all."""
@@ -258,19 +259,31 @@ class Compression:
             sent[places] = True
             self._moving[own][i].masked_fill_(sent.view(encoding.shape), 0.0)
 
-    def _encoded(self, encodings: list[Encoding], share: int, values: list[Tensor], row: Tensor) -> list[Payload]:
-        """The payloads of values; those of zeros for what is not finite, so that only its flag says so."""
-        bad = row == _NOT_FINITE
-        if not bad.is_cpu or bad.any():  # on a device the host need not know
-            values = [torch.where(bad[i], 0.0, value) for i, value in enumerate(values)]
-        return [self._checked(replace(e, share=share), value) for e, value in zip(encodings, values, strict=True)]
+    def _encoded(
+        self, encodings: list[Encoding], inputs: list[list[Tensor]], flags: list[Tensor]
+    ) -> tuple[list[list[Payload]], list[Tensor]]:
+        """The payloads of each own share, and marks of what it leaves in memories, which must be the same of all.
+
+        What is not finite is encoded as zeros, so that only its flag says so.
+        """
+        found, marks = [], []
+        for share, values, row in zip(self.layout.own, inputs, flags, strict=True):
+            bad = row == _NOT_FINITE
+            if not bad.is_cpu or bad.any():  # on a device the host need not know
+                values = [torch.where(bad[i], 0.0, value) for i, value in enumerate(values)]
+            mine = [apart(encoding, share, self._current) for encoding in encodings]
+            found.append([self._checked(encoding, value) for encoding, value in zip(mine, values, strict=True)])
+            marks.append(mark_memory(self._current, mine, row))
+        for encoding, own in zip(encodings, mine, strict=True):
+            encoding.memory = own.memory
+        return found, marks
 
     def _checked(self, encoding: Encoding, finite: Tensor) -> Payload:
         payload = self._current.encode(finite, encoding)
         spec = [(tensor.shape, tensor.dtype) for tensor in payload]
         key = (torch.Size((len(encoding.means), *encoding.shape)), encoding.dtype)
         if spec != self._specs.get(key):  # what the other ranks send in this step too, whatever they encode
-            zeros = self._current.encode(torch.zeros_like(finite), replace(encoding))
+            zeros = self._current.encode(torch.zeros_like(finite), apart(encoding, encoding.share, self._current))
             self._specs[key] = [(tensor.shape, tensor.dtype) for tensor in zeros]
         if spec != self._specs[key]:
             raise ValueError(
@@ -370,15 +383,6 @@ def _flags(values: list[Tensor], gradients: Gradients) -> Tensor:
     exists = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
     finite = torch.stack([torch.linalg.vector_norm(value, torch.inf).isfinite() for value in values])
     return torch.where(finite, exists.to(finite.device), _NOT_FINITE)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _working_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _shown(spec: list[tuple[torch.Size, torch.dtype]]) -> str:

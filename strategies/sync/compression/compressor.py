@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +33,12 @@ class Encoding:
     """What the compressor keeps of this parameter from step to step, equal on all ranks; in checkpoints. What `decode`
     puts here is dropped if the step is skipped."""
 
+    @classmethod
+    def of(cls, name: str, parameter: Tensor, seed: int, step: int, memory: Mapping[str, Tensor]) -> Encoding:
+        like = real(parameter)
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        return cls(name, tuple(like.shape), dtype, like.device, seed, step, memory=dict(memory))
+
     def generator(self, *, common: bool = False) -> torch.Generator:
         """A generator on the CPU that follows from seed, step, name and share; with `common` the same for all shares.
 
@@ -47,7 +53,8 @@ class Compressor(ABC):
     """Encodes the gradient of one parameter into tensors that ranks exchange, and decodes it from them.
 
     Derive from it and give an instance to `DDP(compress=…)`. It runs under `no_grad`, with the same result for the
-    same tensor on every rank, and keeps nothing but options: what it remembers belongs into `Encoding.memory`.
+    same tensor on every rank, and keeps nothing but options, which is checked: what it remembers belongs into
+    `Encoding.memory`.
     """
 
     linear = False
@@ -86,6 +93,12 @@ class Compressor(ABC):
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({options})"
+
+
+def real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs in a last dimension of 2."""
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class Exact(Compressor):

@@ -309,6 +309,91 @@ def test_a_compressor_of_ones_own() -> None:
         Run(Growing(), {"w": (2,)}, 1).step([[ones]])
 
 
+class Counting(Halving):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        self.calls += 1
+        return (tensor / self.calls,)
+
+
+class Momentum(Halving):
+    """What came before is first there in the second step."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, Tensor] = {}
+
+    def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        self.before[encoding.name] = tensor + self.before.get(encoding.name, 0.0)
+        return (self.before[encoding.name],)
+
+
+class Drawing(Halving):
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        return (tensor * torch.rand((), generator=self.generator, dtype=tensor.dtype),)
+
+
+class DrawingAnywhere(Halving):
+    def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
+        return payload[0] * torch.rand((), dtype=torch.float64)
+
+
+class OwnMemory(Halving):
+    def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        encoding.memory["before"] = tensor.clone()
+        return (tensor / 2,)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Counting, "Counting changed calls while it encoded or decoded.* let decode keep it in encoding.memory"),
+        (Momentum, r"Momentum changed before\['w'\] while"),
+        (Drawing, "Drawing changed generator while"),
+        (DrawingAnywhere, "DrawingAnywhere drew from torch's own random numbers"),
+        (OwnMemory, "OwnMemory.encode has put into encoding.memory what only its own share has"),
+    ],
+)
+def test_what_no_checkpoint_has_is_refused(kind: type[Compressor], message: str) -> None:
+    run = Run(kind(), {"w": (2,)}, 2)
+    with pytest.raises(RuntimeError, match=message):
+        _ = [run.step([*gradients({"w": (2,)}, 2, step)]) for step in range(2)]
+
+
+class Cached(Halving):
+    """Makes what it needs of a shape once, and keeps a sum in memory, changed in place."""
+
+    linear = True
+
+    def __init__(self) -> None:
+        self.of_shape: dict[tuple[int, ...], Tensor] = {}
+        self.made: Tensor | None = None
+
+    def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        self.made = torch.ones(2) if self.made is None else self.made
+        half = self.of_shape.setdefault(encoding.shape, torch.full(encoding.shape, 0.5, dtype=tensor.dtype))
+        return (tensor * half,)
+
+    def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
+        encoding.memory.setdefault("sum", torch.zeros(encoding.shape, dtype=encoding.dtype)).add_(payload[0])
+        return payload[0]
+
+
+@pytest.mark.unit
+def test_memory_has_what_was_sent_of_all_shares_in_steps_that_were_taken() -> None:
+    run, sent = Run(Cached(), {"w": (2,)}, 2), torch.zeros(2, dtype=torch.float64)
+    for step in range(4):
+        (mean,) = run.step([*gradients({"w": (2,)}, 2, step)], commit=step != 2)
+        assert mean is not None
+        sent += mean if step != 2 else 0.0
+    torch.testing.assert_close(run.compression.memory["w"]["sum"], sent)
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("given", "message"),
