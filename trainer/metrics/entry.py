@@ -102,7 +102,8 @@ class Entry:
         if not weight:
             return
         if self.reduce_fx in ("mean", "sum"):
-            self._number += value * weight
+            exact = isinstance(self._number, ExactSum)
+            self._number = self._number.plus_product(value, weight) if exact else self._number + value * weight
         else:
             self._number = (max if self.reduce_fx == "max" else min)(self._number, value)
 

@@ -36,6 +36,25 @@ class ExactSum:
 
     __radd__ = __add__
 
+    def plus_product(self, number: float, weight: float) -> ExactSum:
+        """The sum and `number * weight`, which is not rounded either."""
+        if not math.isfinite(number):
+            return self + number * weight
+        (above, below), (times, parts) = float(number).as_integer_ratio(), float(weight).as_integer_ratio()
+        shift = _SHIFT + 2 - below.bit_length() - parts.bit_length()
+        if shift < 0:
+            return self + number * weight
+        return ExactSum(self._units + (above * times << shift), self._odd)
+
+    def __truediv__(self, other: ExactSum) -> float:
+        """The quotient, rounded once."""
+        if self._odd != 0.0 or other._odd != 0.0:
+            return float(self) / float(other)
+        try:
+            return self._units / other._units
+        except OverflowError:
+            return float(self) / float(other)
+
     def __float__(self) -> float:
         if self._odd != 0.0:
             return self._odd

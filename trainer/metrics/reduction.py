@@ -33,7 +33,7 @@ def reduce(store: MetricStore, strategy: Strategy, epoch_end: bool, reset: bool)
             if entry.metric is not None and entry.epoch_count:
                 computed[id(entry.metric)] = entry.metric
             numbers, counts = [row[3 * i] for row in values], [row[3 * i + 1] for row in values]
-            if entry.by_hand and len(values) > 1:
+            if entry.by_hand and (len(values) > 1 or store.exact):
                 numbers, counts = _weighed_by_samples(store, entry, numbers, counts, samples)
             shown = _values(entry, numbers, counts, epoch_end, reset, store.training)
             reduced += [Reduced(name, value, entry) for name, value in shown.items()]
@@ -142,10 +142,10 @@ def _weighed_by_samples(
 ) -> tuple[list[float], list[float]]:
     """What ranks have logged outside of batches, each rank's mean weighted by its samples; a rank without any counts
     nothing."""
-    numbers, counts = [[*map(float, values)] for values in (numbers, counts)]
     if not any(samples):  # before the first batch
         samples = [1] * len(samples)
     if entry.reduce_fx != "mean":
+        numbers, counts = [[*map(float, values)] for values in (numbers, counts)]
         gone = [not number or not count for number, count in zip(samples, counts, strict=True)]
         return [entry.start if g else n for g, n in zip(gone, numbers, strict=True)], [
             0.0 if g else c for g, c in zip(gone, counts, strict=True)

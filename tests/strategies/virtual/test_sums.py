@@ -58,10 +58,22 @@ def test_exact_sums_have_no_order(numbers: list[float], order: random.Random) ->
     assert float(parts) == expected == float(ExactSum.of(numbers))
 
 
+@given(st.lists(st.tuples(floats, st.integers(1, 64)), min_size=1, max_size=20), floats)
+def test_a_weight_may_be_shared_out(pairs: list[tuple[float, int]], number: float) -> None:
+    whole, parts = ExactSum(), ExactSum()
+    for value, weight in pairs:
+        value /= 3
+        whole = whole.plus_product(value, weight)
+        parts = parts.plus_product(value, weight - 1).plus_product(value, 1.0)
+    assert (whole.floats(), float(whole)) == (parts.floats(), float(parts))
+    assert ExactSum().plus_product(number / 3, 7) / ExactSum.of([7.0]) == number / 3
+
+
 def test_exact_sums_of_what_is_not_finite() -> None:
     assert float(ExactSum.of([1.0, math.inf])) == math.inf
     assert math.isnan(float(ExactSum.of([math.inf, 1.0, -math.inf])))
     assert ExactSum.of([math.inf, 2.0]).floats() == [math.inf]
+    assert float(ExactSum().plus_product(math.inf, 2.0)) == math.inf == ExactSum.of([math.inf]) / ExactSum.of([2.0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
