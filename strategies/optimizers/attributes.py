@@ -130,6 +130,35 @@ def take_over(key: str, optimizer: Optimizer, other: Optimizer) -> None:
         _put(optimizer, name, copy.deepcopy(vars(other)[name]))
 
 
+def kept(optimizer: Optimizer) -> dict[str, tuple[Any, Any]]:
+    """What `put_back` needs: by attribute a mark, and a copy if one can be made. Optimizers that it holds are not in
+    it."""
+    return {
+        name: (mark, None if why else copy.deepcopy(vars(optimizer)[name]))
+        for name, (mark, why) in _own_marks(optimizer).items()
+    }
+
+
+def put_back(optimizer: Optimizer, before: dict[str, tuple[Any, Any]]) -> list[str]:
+    """Let the attributes be what they were when `kept` returned `before`. Returns the names of those that have changed
+    and of which there is no copy."""
+    lost = []
+    for name, (mark, why) in _own_marks(optimizer).items():
+        if name not in before:
+            del vars(optimizer)[name]
+        elif mark != before[name][0] and why:
+            lost.append(name)
+        elif mark != before[name][0]:
+            _put(optimizer, name, copy.deepcopy(before[name][1]))
+    return lost
+
+
+def _own_marks(optimizer: Optimizer) -> dict[str, tuple[Any, str]]:
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return {}
+    return {k: mark for k, mark in _marks(optimizer).items() if not isinstance(vars(optimizer)[k], Optimizer)}
+
+
 _ADVICE = "keep it in state or param_groups, or define state_dict and load_state_dict with a key for it in the class"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Iterator
-from numbers import Number
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.methods.federated.server import LIMIT, ExactSums
+from lockstep.strategies.optimizers.attributes import kept, put_back
 
 _NUMBERS = 3
 """What is added beside the model: the weight, the loss, and one a client."""
@@ -163,7 +163,7 @@ class FreshOptimizers:
         self._all = [inner for optimizer in optimizers for inner in _with_inner(optimizer)]
         self._initial = [{p: _copied(state) for p, state in optimizer.state.items()} for optimizer in self._all]
         self._groups: list[list[dict[str, Any]]] = []
-        self._attributes: list[dict[str, Any]] = []
+        self._attributes: list[dict[str, tuple[Any, Any]]] = []
 
     def begin(self) -> None:
         """A round begins: note learning rates and all else in parameter groups."""
@@ -171,10 +171,10 @@ class FreshOptimizers:
             [{key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in o.param_groups]
             for o in self._all
         ]
-        self._attributes = [{key: _copied(v) for key, v in vars(o).items() if _is_number(v)} for o in self._all]
+        self._attributes = [kept(optimizer) for optimizer in self._all]
 
     def reset(self) -> None:
-        """A client begins, or the round is over."""
+        """A client begins, or the round is over. Raises RefusedOnClient for what a client has changed for good."""
         for optimizer, initial, groups, attributes in zip(
             self._all, self._initial, self._groups, self._attributes, strict=True
         ):
@@ -185,17 +185,18 @@ class FreshOptimizers:
                 for key in [key for key in group if key != "params" and key not in saved]:
                     del group[key]
                 group.update(copy.deepcopy(saved))
-            vars(optimizer).update({key: _copied(value) for key, value in attributes.items()})
+            if lost := put_back(optimizer, attributes):
+                raise RefusedOnClient(
+                    f"{type(optimizer).__name__} changed its attribute {lost[0]!r} on a client, and the next client "
+                    "begins with an optimizer as it was built; keep it in state or param_groups, or as numbers, "
+                    "tensors or lists of them"
+                )
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
     """An optimizer and those that it holds as attributes."""
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     return [optimizer, *(other for value in inner for other in _with_inner(value))]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (Number, Tensor))
 
 
 def _copied(value: Any) -> Any:

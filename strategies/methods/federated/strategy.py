@@ -337,16 +337,15 @@ class Federated(ClientSteps):
 
     def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
         state = super().state_dict(wrapped, optimizers)
-        if not optimizers:
+        if not (optimizers := self._with_servers(optimizers)):
             return state
         names = parameter_names(self.unwrap(wrapped))
         saved: dict[str, Any] = {"server": self.server if isinstance(self.server, str) else "own", "optimizers": {}}
         for key, optimizer in optimizers.items():
+            of_server = {names_of(p, names, key): value for p, value in self._servers[id(optimizer)].state.items()}
             saved["optimizers"][key] = {
-                names_of(p, names, key): pack(
-                    value, f"strategy/server/{key}/{names_of(p, names, key)}", state.tensors, self.local_shard
-                )
-                for p, value in self._servers[id(optimizer)].state.items()
+                name: pack(value, f"strategy/server/{key}/{name}", state.tensors, self.local_shard)
+                for name, value in of_server.items()
             }
         if self._control is not None:
             saved["population"] = self._population
@@ -356,9 +355,13 @@ class Federated(ClientSteps):
         state.meta.setdefault("extra", {})[self.name] = saved
         return state
 
+    def _with_servers(self, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+        """Those of clients: what callbacks keep beside the parameters is saved as an optimizer too."""
+        return {key: optimizer for key, optimizer in optimizers.items() if id(optimizer) in self._servers}
+
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
         super().load_state_dict(wrapped, optimizers, state)
-        if not optimizers:
+        if not (optimizers := self._with_servers(optimizers)):
             return
         saved = state.meta.get("extra", {}).get(self.name, {})
         now = self.server if isinstance(self.server, str) else "own"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from lockstep import Module, Trainer
-from lockstep.callbacks import Callback, ClientMetrics, Guard
+from lockstep.callbacks import Callback, ClientMetrics, Guard, ModelCheckpoint, WeightAveraging
 from lockstep.strategies import Federated, dirichlet
 from lockstep.strategies.base import NO_HOOKS
 from lockstep.strategies.data.randomness import Randomness
@@ -338,6 +339,81 @@ def test_several_optimizers_each_train_and_average_their_own() -> None:
     fit(one, epochs=3)
     fit(two, epochs=3)
     assert (flat(one) - flat(two)).abs().max() < 1e-12
+
+
+class Remembering(torch.optim.SGD):
+    """Steps less and less, by a count, a list and a sum of its own."""
+
+    steps = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.rates: list[float] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        self.total = getattr(self, "total", torch.zeros(())) + 1.0
+        self.rates.append(0.1 / self.steps)
+        for group in self.param_groups:
+            group["lr"] = self.rates[-1] + 0.01 * len(self.rates) + 0.01 * float(self.total)
+        return super().step(closure)
+
+
+class Box:
+    steps = 0
+
+
+class InBox(torch.optim.SGD):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.box = Box()
+
+    def step(self, closure: Any = None) -> Any:
+        self.box.steps += 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_remembers_begins_again_on_each_client() -> None:
+    lasts = []
+
+    class Own(Regression):
+        def configure_optimizers(self) -> Any:
+            return Remembering(self.parameters(), 0.1)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if not batch_idx:
+                optimizer = self.optimizers()
+                lasts.append((optimizer.steps, [*optimizer.rates], hasattr(optimizer, "total")))
+
+    fit(Own(), epochs=2, fraction=1.0)
+    assert len(lasts) == 2 * len(SIZES)
+    assert all(last == (0, [], False) for last in lasts)
+
+
+def test_an_optimizer_that_cannot_begin_again_is_refused() -> None:
+    class Own(Regression):
+        def configure_optimizers(self) -> Any:
+            return InBox(self.parameters(), 0.1)
+
+    model = Own()
+    before = bits(model.net)
+    with pytest.raises(RuntimeError, match="InBox changed its attribute 'box' on a client"):
+        fit(model, epochs=1, fraction=1.0)
+    assert bits(model.net) == before
+
+
+def test_averages_of_weights_are_saved_beside_the_state_of_servers(tmp_path: Path) -> None:
+    def trained(epochs: int, **options: Any) -> str:
+        model = Regression()
+        callbacks = [WeightAveraging(), *options.pop("callbacks", [])]
+        fit(model, epochs=epochs, server="fedadam", enable_checkpointing=True, callbacks=callbacks, **options)
+        return bits(model)
+
+    saver = ModelCheckpoint(dirpath=str(tmp_path), save_top_k=-1, filename="{epoch}")
+    trained(2, callbacks=[saver], default_root_dir=str(tmp_path))
+    assert trained(4, resume=str(tmp_path / "epoch=1"), default_root_dir=str(tmp_path)) == trained(
+        4, default_root_dir=str(tmp_path)
+    )
 
 
 def test_a_skipped_round_leaves_the_clients_states_as_they_were() -> None:
