@@ -22,7 +22,7 @@ from lockstep.strategies.methods.parameter_server.server import Host, Post, Serv
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.optimizers.attributes import take_over
 from lockstep.strategies.optimizers.hidden_state import HiddenState
-from lockstep.strategies.optimizers.numbers import changes, numbers_of
+from lockstep.strategies.optimizers.numbers import changes, numbers_of, put
 
 
 class Options(NamedTuple):
@@ -234,10 +234,18 @@ class Engine:
             self._host.post(clock, post)
 
     @contextmanager
-    def shown(self) -> Iterator[dict[int, str]]:
-        """While it lasts the user's optimizers hold the state of what this rank's servers step; yields its names by
-        `id` of the parameters."""
+    def shown(self, of_all: Callable[[Any], list[Any]]) -> Iterator[dict[int, str]]:
+        """While it lasts the user's optimizers hold the state of what this rank's servers step, and in their groups
+        what steps on any server have changed; yields the names of that state by `id` of the parameters.
+
+        Every rank calls it; `of_all` gives what each rank has given it.
+        """
         owned: dict[int, str] = {}
+        groups = {key: optimizer.param_groups for key, optimizer in self._optimizers.items()}
+        before = {key: [numbers_of(group) for group in held] for key, held in groups.items()}
+        stepped = of_all([numbers for server in self._host.servers.values() for numbers in server.numbers()])
+        for key, i, changed in (numbers for of_rank in stepped for numbers in of_rank):
+            put(groups[key][i], changed)
         hidden = {key: optimizer.state for key, optimizer in self._optimizers.items()}
         for key, optimizer in self._optimizers.items():
             state: defaultdict[Any, Any] = defaultdict(dict)
@@ -254,6 +262,22 @@ class Engine:
         finally:
             for key, optimizer in self._optimizers.items():
                 optimizer.state = hidden[key]
+                for group, numbers in zip(groups[key], before[key], strict=True):
+                    put(group, changes(numbers, numbers_of(group)))
+                    for name in numbers_of(group).keys() - numbers.keys():
+                        del group[name]
+
+    def dissolve(self, of_all: Callable[[Any], list[Any]]) -> dict[int, str]:
+        """End the servers, and leave the user's optimizers what `shown` shows; returns what it yields."""
+        optimizers = self._optimizers.values()
+        with self.shown(of_all) as owned:
+            held = [(o.state, [numbers_of(group) for group in o.param_groups]) for o in optimizers]
+        self.close()
+        for optimizer, (state, numbers) in zip(optimizers, held, strict=True):
+            optimizer.state = state
+            for group, now in zip(optimizer.param_groups, numbers, strict=True):
+                group.update(now)
+        return owned
 
     def close(self) -> None:
         self._links.close()

@@ -17,7 +17,7 @@ from lockstep.strategies.methods.parameter_server.layout import Layout
 from lockstep.strategies.methods.parameter_server.schedule import Arrival, Record
 from lockstep.strategies.modules.parameter_hooks import share_attributes
 from lockstep.strategies.optimizers.copies import duplicate
-from lockstep.strategies.optimizers.numbers import put
+from lockstep.strategies.optimizers.numbers import changes, numbers_of, put, same
 from lockstep.strategies.sync.collectives import clip_values
 
 
@@ -56,6 +56,8 @@ class Server:
         """By optimizer the groups that have a parameter here, with their place in the user's optimizer."""
         for key, optimizer in optimizers.items():
             self._copy(key, optimizer)
+        self._given = {(key, i): numbers_of(group) for key, groups in self.groups.items() for i, group in groups}
+        """What groups held when their optimizer was made, and what was put there since."""
         self.snapshots: dict[int, Tensor] = {}
         """By version a message of all values; the newest, and those that a replay still reads."""
 
@@ -83,9 +85,27 @@ class Server:
         self.snapshots[version] = flat
 
     def put_numbers(self, post: Post) -> None:
+        """Raises RuntimeError for a number that the optimizer's own steps have changed too."""
         for key, groups in self.groups.items():
             for i, group in groups:
-                put(group, post.numbers.get(key, {}).get(i, {}))
+                changed, given = post.numbers.get(key, {}).get(i, {}), self._given[key, i]
+                now = numbers_of(group) if changed else {}
+                if twice := sorted(name for name in changed if not same(now.get(name), given.get(name))):
+                    raise RuntimeError(
+                        f"{type(self.optimizers[key]).__name__} changes {twice[0]!r} of its param_groups in its step, "
+                        "on a server, and a scheduler or hook changes it on the workers; use strategy='ddp'"
+                    )
+                put(group, changed)
+                given |= {name: group[name] for name in changed}
+
+    def numbers(self) -> list[list[Any]]:
+        """By optimizer and group what the optimizers' own steps have changed, as JSON data."""
+        return [
+            [key, i, found]
+            for key, groups in self.groups.items()
+            for i, group in groups
+            if (found := changes(numbers_of(group), self._given[key, i]))
+        ]
 
     def norms(self, key: str) -> dict[int, Tensor]:
         """The norm of each gradient, by the parameter's place in `tensors`."""

@@ -208,6 +208,9 @@ class ParameterServer(SPMDStrategy):
         self._gather("broadcast")
         return super().broadcast(value, src)
 
+    def _of_all(self, value: Any) -> list[Any]:
+        return [self.broadcast(value, rank) for rank in range(self.topology.world_size)]
+
     def barrier(self) -> None:
         self._gather("barrier")
         super().barrier()
@@ -320,9 +323,9 @@ class ParameterServer(SPMDStrategy):
         if not is_drained:
             engine.drain(self._clock, worker.help)
             living = engine.meet()
-        self._dissolve()
         self._members = [self._members[rank] for rank in living]
         self._rejoin(living.index(self.topology.rank), len(living))
+        self._dissolve()
 
     def _rejoin(self, rank: int, world_size: int) -> None:
         """Join a new process group of `self._members`; ranks get new numbers."""
@@ -343,12 +346,8 @@ class ParameterServer(SPMDStrategy):
         others, with what the model holds then."""
         if self._engine is None:
             return
-        with self._engine.shown() as self._owned:
-            states = {key: optimizer.state for key, optimizer in self._optimizers.items()}
-        self._engine.close()
+        self._owned = self._engine.dissolve(self._of_all)
         self._engine = self._worker = None
-        for key, state in states.items():
-            self._optimizers[key].state = state
 
     @contextmanager
     def whole(self, wrapped: nn.Module) -> Iterator[None]:
@@ -372,12 +371,11 @@ class ParameterServer(SPMDStrategy):
             for key, optimizer in optimizers.items():
                 others_of(key, optimizer, optimizer.state_dict(), is_spread=True)  # as it will be
             return super().state_dict(wrapped, optimizers)
-        with nullcontext(self._owned) if self._engine is None else self._engine.shown() as owned:
+        with nullcontext(self._owned) if self._engine is None else self._engine.shown(self._of_all) as owned:
             state = gather_state(wrapped, optimizers, self.local_shard, owned)
         for key in optimizers:
             saved = state.meta["optimizers"][key]
-            parts = [self.broadcast(saved["state"], rank) for rank in range(self.topology.world_size)]
-            saved["state"] = {name: entry for part in parts for name, entry in part.items()}
+            saved["state"] = {name: entry for part in self._of_all(saved["state"]) for name, entry in part.items()}
         state.meta["extra"] = {self.name: self.extra_state(wrapped)}
         return state
 

@@ -27,6 +27,8 @@ from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.methods.parameter_server.dealer import Dealer
 from lockstep.strategies.methods.parameter_server.schedule import Arrival, Record, Schedule
 from tests.strategies.methods.served import Rows, Toy, difference, fit, plain
+from tests.trainer.test_user_code import Base, batches
+from tests.trainer.toy import quiet
 
 
 def schedule_of(trainer: Trainer) -> Path:
@@ -373,6 +375,64 @@ def test_what_a_run_cannot_take_over_ends_it_by_name(
 ) -> None:
     with pytest.raises(error, match=message):
         on_one_rank(module(), **options)
+
+
+class Slowing(torch.optim.SGD):
+    """Counts its steps in its groups, and sets its rate by them."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr"] = 0.5 / group["count"]
+        return super().step(closure)
+
+
+class Slower(Base):
+    """Its servers end after each epoch, as weights are changed there."""
+
+    scheduled = False
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Slowing(self.parameters(), lr=0.5)
+        schedule = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}
+        return ([optimizer], [schedule]) if self.scheduled else optimizer
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 1:
+            with self.trainer.whole(self), torch.no_grad():
+                self.net[0].weight.mul_(0.5)
+
+
+def slower(strategy: Any, folder: Path, epochs: int = 3, **options: Any) -> dict[str, torch.Tensor]:
+    module = Slower()
+    run = quiet(
+        strategy=strategy, devices=2, precision="64-true", max_epochs=epochs, split_batches=True,
+        enable_checkpointing=True, default_root_dir=folder, callbacks=options.pop("callbacks", []),
+    )  # fmt: skip
+    run.fit(module, batches(17), **options)
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_steps_on_servers_leave_in_groups_is_saved_and_goes_to_the_next_servers(
+    servers: int, tmp_path: Path
+) -> None:
+    saver = ModelCheckpoint(dirpath=str(tmp_path / "saved"), save_top_k=-1, filename="{epoch}")
+    strategy = ParameterServer(staleness=0, servers=servers)
+    whole = slower(strategy, tmp_path, callbacks=[saver])
+    resumed = slower(strategy, tmp_path, ckpt_path=str(tmp_path / "saved" / "epoch=0"))
+    exact = slower("ddp", tmp_path)
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
+        torch.testing.assert_close(value, exact[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.ranks
+def test_a_number_that_steps_and_a_scheduler_change_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slower, "scheduled", True)
+    with pytest.raises(RuntimeError, match="Slowing changes 'lr' of its param_groups in its step, on a server"):
+        slower(ParameterServer(staleness=0), tmp_path)
 
 
 def test_weights_may_be_changed_within_whole() -> None:
