@@ -349,6 +349,7 @@ def weighted_losses(
     count: Any
     weight: Any
     if parameters and isinstance(output, Mapping) and "loss" not in output:
+        output = {str(name): value for name, value in output.items()}
         wrong = sorted(set(map(str, output)) ^ set(parameters)) + [
             name for name, value in output.items() if not isinstance(value, Tensor)
         ]

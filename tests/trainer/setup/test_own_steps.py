@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import SGD
 
 from lockstep import Module
+from lockstep.strategies.step import weighted_losses
 from tests.trainer.toy import Net, data, distance, equal, loader, net, quiet, weights
 
 
@@ -199,3 +200,10 @@ def test_configure_gradient_clipping_override() -> None:
     reference = net()
     quiet(gradient_clip_val=0.1).fit(reference, loader(16))
     assert equal(weights(model), weights(reference))
+
+
+@pytest.mark.unit
+def test_losses_may_be_named_by_the_numbers_of_optimizers() -> None:
+    value = torch.ones((), requires_grad=True)
+    losses, count = weighted_losses({0: value, 1: 2 * value}, 4, None, {"0": [], "1": []})
+    assert [loss.item() for loss, *_ in losses] == [1.0, 2.0] and count == 4
