@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map_only
 
 from lockstep.strategies.modules.absent import is_here
 
@@ -20,23 +22,49 @@ MAX_KNOWN = 4096
 """Operations whose result is kept: less than a kilobyte each."""
 
 
-def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """As `tree_flatten`, from now on into dataclasses too, of which torch knows none by itself."""
-    leaves, spec = tree_flatten(tree)
-    found = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type | nn.Module)}
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+    """As `tree_flatten`, from now on into dataclasses and other objects that hold tensors too, of which torch knows
+    none by itself."""
+    leaves, spec = tree_flatten(tree, is_leaf)
+    found = {type(leaf) for leaf in leaves if _holds_tensors(leaf) and not (is_leaf is not None and is_leaf(leaf))}
     for kind in found:
-        register_pytree_node(kind, _flatten_dataclass, functools.partial(_unflatten_dataclass, kind))
-    return flatten(tree) if found else (leaves, spec)
+        register_pytree_node(kind, _flatten_object, functools.partial(_unflatten_object, kind))
+        known_objects.add(kind)
+    return flatten(tree, is_leaf) if found else (leaves, spec)
 
 
-def _flatten_dataclass(value: Any) -> tuple[list[Any], tuple[str, ...]]:
-    names = [field.name for field in fields(value) if hasattr(value, field.name)]
+known_objects: set[type] = set()
+"""Classes of whose objects `flatten` knows that they hold tensors."""
+
+
+def is_plain_object(value: Any) -> bool:
+    """Whether `value` is an object of user code that only holds others, in attributes."""
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, Tensor | nn.Module | type)
+        and not callable(value)
+        and not type(value).__module__.startswith(("torch.", "numpy"))
+    )
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    if is_dataclass(leaf):
+        return not isinstance(leaf, type | nn.Module)
+    if not is_plain_object(leaf):
+        return False
+    held = tree_leaves(vars(leaf))  # without objects that may hold `leaf` again
+    return any(isinstance(t, Tensor) for t in held) and not any(map(is_plain_object, held))
+
+
+def _flatten_object(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+    names = [field.name for field in fields(value) if hasattr(value, field.name)] if is_dataclass(value) else []
     names += sorted(getattr(value, "__dict__", {}).keys() - names)
     return [getattr(value, name) for name in names], tuple(names)
 
 
-def _unflatten_dataclass(kind: type, values: Iterable[Any], names: Any) -> Any:
-    made: Any = object.__new__(kind)  # it may check or derive values where it is made, which these already are
+def _unflatten_object(kind: type, values: Iterable[Any], names: Any) -> Any:
+    base: Any = SimpleNamespace if issubclass(kind, SimpleNamespace) else object
+    made = base.__new__(kind)  # it may check or derive values where it is made, which these already are
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
     return made
@@ -82,17 +110,24 @@ class Origins(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if not self._in_layer:
-            found: set[Source] = set()
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor):
-                    found |= self.of(leaf)
-            if torch.Tag.nondeterministic_seeded in func.tags:
-                found.add(Source.lost(self._stage))
-            for leaf in tree_leaves(output) if found else ():
-                if isinstance(leaf, Tensor):
-                    self._note(leaf, found)
+        try:
+            output = func(*args, **(kwargs or {}))
+        except AssertionError as error:  # torch makes no fake tensor of a view of a tensor with a history
+            raise ValueError(
+                f"{func} between layers of a pipelined module writes what layers have computed into a part of a "
+                "tensor, which shape inference cannot follow; collect it in a list and use torch.stack or torch.cat"
+            ) from error
+        if self._in_layer:
+            return output
+        found: set[Source] = set()
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                found |= self.of(leaf)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            found.add(Source.lost(self._stage))
+        for leaf in (*tree_leaves(output), *written(func, args, kwargs or {})) if found else ():
+            if isinstance(leaf, Tensor):
+                self._note(leaf, found)
         return output
 
     def of(self, tensor: Tensor) -> frozenset[Source]:
@@ -107,20 +142,20 @@ class Origins(TorchDispatchMode):
     def of_layer(self, leaves: Sequence[Any], stage: int) -> Iterator[None]:
         """Around the call of a layer of `stage`, whose arguments are `leaves`."""
         self._stage = stage
-        fakes = [leaf for leaf in leaves if is_fake(leaf)]
-        versions = [fake._version for fake in fakes]
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and is_here(leaf)]
+        versions = [tensor._version for tensor in given]
         self._in_layer = True
         try:
             yield
         finally:
             self._in_layer = False
-        for fake, version in zip(fakes, versions, strict=True):
-            if fake._version != version:
-                self._note(fake, {Source.lost(stage)})
+        for tensor, version in zip(given, versions, strict=True):
+            if tensor._version != version:
+                self._note(tensor, {Source.lost(stage)})
 
     def note_output(self, layer: int, call: int, output: Any) -> None:
         """What a layer has returned."""
-        for i, leaf in enumerate(tree_leaves(output)):
+        for i, leaf in enumerate(flatten(output)[0]):
             if is_fake(leaf):
                 source = Source(layer, call, i)
                 self._note(leaf, {source})
@@ -129,6 +164,96 @@ class Origins(TorchDispatchMode):
     def _note(self, tensor: Tensor, sources: set[Source]) -> None:
         self._known[_storage(tensor)] = self.of(tensor) | sources
         self._alive.append(tensor)
+
+
+@dataclass
+class Returned:
+    """What a call of a layer came to: its output, and the containers that it was given and has changed, by index."""
+
+    output: Any
+    contents: dict[int, Any]
+
+    @classmethod
+    def of(cls, output: Any, held: Sequence[Any], changed: Iterable[int], before: Mapping[int, int]) -> Any:
+        """`held` are the containers that it was given, `before` the places of what they held, by `id`. The output
+        alone, if it has nothing to do with them."""
+        places = {id(container): i for i, container in enumerate(held)}
+
+        def is_held(node: Any) -> bool:
+            return id(node) in places
+
+        def is_kept(leaf: Any) -> bool:
+            return isinstance(leaf, Tensor) and id(leaf) in before
+
+        marked = tree_map_only(is_held, lambda node: _Given(places[id(node)]), output, is_leaf=is_held)
+        contents = {i: tree_map_only(is_kept, lambda leaf: _Kept(before[id(leaf)]), held[i]) for i in changed}
+        is_plain = not contents and not any(isinstance(leaf, _Given) for leaf in tree_leaves(marked))
+        return output if is_plain else cls(marked, contents)
+
+    def give(self, held: Sequence[Any], before: Sequence[Any]) -> Any:
+        """Change the containers `held`, which held `before`, as the layer did, and return its output."""
+        for i, content in self.contents.items():
+            filled(held[i], tree_map_only(_Kept, lambda kept: before[kept.place], content))
+        return tree_map_only(_Given, lambda given: held[given.place], self.output)
+
+
+class _Given:
+    """Stands for a container that a layer was given and returns."""
+
+    __slots__ = ("place",)
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+
+class _Kept(_Given):
+    """Stands for what a container has held before."""
+
+    __slots__ = ()
+
+
+def containers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What a layer is given that may hold tensors, and that it may change."""
+    return [
+        value
+        for value in (*args, *kwargs.values())
+        if isinstance(value, list | tuple | Mapping | deque | set) or is_dataclass(value) or is_plain_object(value)
+    ]
+
+
+def filled(container: Any, content: Any) -> Any:
+    """`container` with what `content` holds: the same object if it can be changed, of the same structure within."""
+    if type(container) is not type(content) or isinstance(container, Tensor):
+        return content
+    if isinstance(container, tuple) and len(container) == len(content) and not hasattr(container, "_fields"):
+        return tuple(map(filled, container, content))
+    if isinstance(container, list | deque):
+        new = [filled(*pair) for pair in zip(container, content, strict=False)] + list(content)[len(container) :]
+        container.clear()
+        container.extend(new)
+    elif type(container) in (dict, OrderedDict, defaultdict):
+        _fill(container, content)
+    elif is_plain_object(container) and not isinstance(container, tuple | Mapping):
+        _fill(vars(container), vars(content))
+    else:
+        return content
+    return container
+
+
+def _fill(container: dict[Any, Any], content: Mapping[Any, Any]) -> None:
+    new = {key: filled(container[key], value) if key in container else value for key, value in content.items()}
+    container.clear()
+    container.update(new)
+
+
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a call of an operation changes."""
+    if not func._schema.is_mutable:
+        return []
+    given = ((i, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(func._schema.arguments))
+    marks = [a.alias_info for a in func._schema.arguments]
+    changed = [value for i, value in given if marks[i] is not None and marks[i].is_write]
+    return [t for t in tree_leaves(changed) if isinstance(t, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +17,23 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeCopyMode,
 )
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from lockstep.strategies.data.batch_slices import signature
 from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.modules.parameter_hooks import copy_attributes, copy_module
-from lockstep.strategies.pipeline.fake_tensors import Blank, Mode, Origins, Source, flatten, is_fake
+from lockstep.strategies.pipeline.fake_tensors import (
+    Blank,
+    Mode,
+    Origins,
+    Returned,
+    Source,
+    containers,
+    flatten,
+    is_fake,
+    is_plain_object,
+    known_objects,
+)
 from lockstep.strategies.pipeline.partition import Cut
 
 NOTHING: Mapping[Any, Tensor] = {}
@@ -120,7 +132,7 @@ class ShapeInference:
 
     def key(self, args: Any, kwargs: Any) -> Any:
         """What a layout depends on, to compare and to look up."""
-        leaves, spec = flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs), _is_object)
         kinds = tuple(
             (leaf.shape, leaf.dtype)
             if isinstance(leaf, Tensor)
@@ -139,7 +151,10 @@ class ShapeInference:
         """
         key = self.key(args, kwargs)
         if key not in self.known:
-            self.known[key] = self._infer(key, args, kwargs)
+            num_known = -1
+            while num_known != len(known_objects):  # places of tensors are those with all of them taken apart
+                num_known = len(known_objects)
+                self.known[key] = self._infer(key, args, kwargs)
             if len(self.known) > MAX_LAYOUTS:
                 self.known.pop(next(iter(self.known)))
         return self.known[key]
@@ -152,7 +167,7 @@ class ShapeInference:
         self._pass = running
         state = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in self._free]
         try:
-            with torch.enable_grad(), self.kept_streams(), self.without_first_stage(), running.origins:
+            with torch.enable_grad(), self.kept_streams(), self.without_first_stage(), _quiet(), running.origins:
                 result = self._net.forward(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(
@@ -172,6 +187,13 @@ class ShapeInference:
         if running.error:
             raise ValueError(f"{running.error}; {self._advice(running.order)}")
         self._need(running, self._name, flatten(result)[0])
+        for leaf in flatten((args, kwargs), _is_object)[0]:
+            lost = running.origins.of(leaf) if isinstance(leaf, Tensor) else ()
+            if any(source.is_lost and source.call < running.stage for source in lost):
+                raise ValueError(
+                    f"a layer of an earlier stage than the last changes a tensor in place that {self._name} is called "
+                    "with, which other stages of a pipeline do not see; let it compute a new one"
+                )
         messages = [self._message(running, stage) for stage in range(1, running.stage + 1)]
         skips: dict[tuple[int, int], list[Source]] = {}
         for source in sorted({source for message in messages for source in message.sources}):
@@ -201,18 +223,37 @@ class ShapeInference:
                 running.begins.append((name, leaves))
                 running.direct = {id(leaf): leaf._version for leaf in leaves if is_fake(leaf)}
                 running.stage = stage
-        contents = [(held, tree_leaves(held)) for held in (*args, *kwargs.values()) if not isinstance(held, Tensor)]
+                self._need(running, name, leaves)
+        held = containers(args, kwargs)
+        before = [_content(container) for container in held]
+        held_before = flatten(held)[0]
+        places = {id(leaf): i for i, leaf in reversed(list(enumerate(held_before)))}
         with running.origins.of_layer(leaves, running.stage), self._mode:
             output = self._fake_layers[index](*args, **kwargs)
-        returned = flatten(output)[0]
-        _refuse_changed(name, contents, output)
-        if any(isinstance(leaf, Tensor) and not is_fake(leaf) for leaf in returned):  # handed on: that of this batch
-            output = tree_map_only(Tensor, self._handed_on, output)
+        changed = [i for i, container in enumerate(held) if _content(container) != before[i]]
+        for container in (held[i] for i in changed if isinstance(held[i], set)):
+            raise ValueError(
+                f"{name} changes the {type(container).__name__} that it is given, which other stages of a pipeline do "
+                "not see; use a list or dict, or return what it adds"
+            )
+        self._refuse_opaque(name, [output, *(held[i] for i in changed)])
+        returned = Returned.of(output, held, changed, places)
+        if any(isinstance(leaf, Tensor) and not is_fake(leaf) for leaf in flatten(returned)[0]):
+            returned = tree_map_only(Tensor, self._handed_on, returned)  # that of this batch
         call = running.calls[index]
         running.calls[index] += 1
-        running.origins.note_output(index, call, output)
-        running.outputs[index, call] = tree_map_only(is_fake, Blank, output)
-        return output
+        running.origins.note_output(index, call, returned)
+        running.outputs[index, call] = tree_map_only(is_fake, Blank, returned)
+        return returned.give(held, held_before) if isinstance(returned, Returned) else returned
+
+    def _refuse_opaque(self, name: str, values: Any) -> None:
+        """Raise ValueError if a layer returns or changes an object whose tensors cannot be sent."""
+        for leaf in flatten(values)[0]:
+            if is_plain_object(leaf) and any(map(is_fake, _held_deep(leaf))):
+                raise ValueError(
+                    f"{name} returns or changes a {type(leaf).__name__}, whose tensors a pipeline cannot send, as it "
+                    "holds objects that hold others; use tensors, or lists, tuples, dicts and dataclasses of them"
+                )
 
     def _handed_on(self, tensor: Tensor) -> Tensor:
         """What stands for a tensor that a layer has returned, which may be one that it was given."""
@@ -224,14 +265,14 @@ class ShapeInference:
     def _need(self, running: _Pass, name: str, leaves: Sequence[Any]) -> None:
         """Note what the running stage needs of earlier ones for these arguments of a layer, or results."""
         for leaf in leaves:
-            if not is_fake(leaf) or running.direct.get(id(leaf)) == leaf._version:
+            if not isinstance(leaf, Tensor) or (is_fake(leaf) and running.direct.get(id(leaf)) == leaf._version):
                 continue
             for source in running.origins.of(leaf):
                 if source.is_lost and source.call < running.stage:
                     raise ValueError(
-                        f"{name} takes a value that stage {source.call} has computed with random numbers or changed in "
-                        f"place between layers, which stage {running.stage} cannot repeat; do it within a "
-                        "layer, or choose split so that all who use it are on one stage"
+                        f"{name} takes a value that stage {source.call} has computed with random numbers between "
+                        f"layers or changed in place in one, which stage {running.stage} cannot repeat; let a layer "
+                        "return it as a new tensor, or choose split so that all who use it are on one stage"
                     )
                 if running.origins.stage_of(source) < running.stage:
                     running.needed[running.stage].add(source)
@@ -307,21 +348,39 @@ class ShapeInference:
         return fake
 
 
-def _refuse_changed(name: str, contents: list[tuple[Any, list[Any]]], output: Any) -> None:
-    """Raise ValueError if a layer has put something into one of the containers that it was given and does not return
-    it: on other stages it runs on a copy, or not at all."""
-    for container, before in contents:
-        now = tree_leaves(container)
-        changed = len(now) != len(before) or any(new is not old for new, old in zip(now, before, strict=True))
-        if changed and not _holds(output, container):
-            raise ValueError(
-                f"{name} changes the {type(container).__name__} that it is given, which other stages of a pipeline do "
-                "not see; return what it adds, or the changed object, and use what is returned"
-            )
+def _is_object(value: Any) -> bool:
+    return is_plain_object(value) and not is_dataclass(value)
 
 
-def _holds(tree: Any, node: Any) -> bool:
-    return any(found is node for found in tree_leaves(tree, is_leaf=lambda part: part is node))
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warning that it asks a tensor with a history for its gradient."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        yield
+
+
+def _content(container: Any) -> tuple[list[int], Any]:
+    """What a container holds, to compare: the `id` of each leaf, and how they are arranged."""
+    if isinstance(container, set):
+        return [*map(id, container)], len(container)
+    leaves, spec = flatten(container)
+    if len(leaves) == 1 and leaves[0] is container:
+        leaves, spec = tree_flatten(dict(vars(container)))
+    return [*map(id, leaves)], spec
+
+
+def _held_deep(value: Any) -> Iterator[Any]:
+    """The tensors in the attributes of an object, and in those of what it holds."""
+    known: set[int] = set()
+    waiting = [value]
+    while waiting and len(known) < 1000:
+        found = waiting.pop()
+        if id(found) not in known:
+            known.add(id(found))
+            leaves = tree_leaves(vars(found))
+            yield from leaves
+            waiting += filter(is_plain_object, leaves)
 
 
 def _refuse_capturing(name: str) -> None:

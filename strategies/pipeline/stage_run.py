@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from lockstep.strategies.pipeline.fake_tensors import Blank, Source
+from lockstep.strategies.pipeline.fake_tensors import Blank, Returned, Source, containers
 from lockstep.strategies.pipeline.shape_inference import Layout, Message
 
 
@@ -62,8 +62,15 @@ class Run:
                 self.skips.update(zip(message.sources, self.received[len(message.leaves) :], strict=True))
         return self.skips
 
-    def output(self, index: int) -> Any:
+    def output(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What stands for the output of a layer of an earlier stage: tensors without data, but for skip connections."""
+        found = self._blank(index)
+        if not isinstance(found, Returned):
+            return found
+        held = containers(args, kwargs)
+        return found.give(held, tree_leaves(held))
+
+    def _blank(self, index: int) -> Any:
         assert self.layout is not None and self.links is not None
         self.links.passing(self)
         call = index, self.calls[index]
@@ -79,12 +86,15 @@ class Run:
                 leaves[i] = leaf.tensor() if skip is None else skip.clone()  # which user code may change in place
         return tree_unflatten(leaves, spec)
 
-    def keep(self, index: int, output: Any) -> None:
+    def keep(self, index: int, output: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Keep what a layer of this stage returned, if a later stage needs it."""
         assert self.layout is not None
         call = index, self.calls[index]
         self.calls[index] += 1
         for source in self.layout.skips.get(call, ()):
+            expected = self.layout.outputs[call]
+            if isinstance(expected, Returned):
+                output = Returned.of(output, containers(args, kwargs), expected.contents, {})
             self.arrived()[source] = tree_leaves(output)[source.leaf].clone()
 
     def beside(self) -> dict[Source, Tensor]:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.pipeline.fake_tensors import Source, is_fake
+from lockstep.strategies.pipeline.fake_tensors import Source, filled, is_fake
 from lockstep.strategies.pipeline.microbatch_state import StepState
 from lockstep.strategies.pipeline.partition import Cut, holding_stages
 from lockstep.strategies.pipeline.shape_inference import Layout, ShapeInference
@@ -319,11 +319,11 @@ class Staged(nn.Module):
             output = self._calls[index](*args, **kwargs)
             run.inside = True
             if run.layout.skips:  # type: ignore[union-attr]
-                run.keep(index, output)
+                run.keep(index, output, args, kwargs)
             return output
         if stage > run.stage:
             raise Leave(self._outgoing(run, index, args, kwargs))
-        return run.output(index)
+        return run.output(index, args, kwargs)
 
     def _incoming(self, run: Run, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not run.started:
@@ -340,7 +340,8 @@ class Staged(nn.Module):
     def _real_arguments(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not kwargs and all(type(arg) is Tensor and not hasattr(arg, "received") for arg in args):
             return args, kwargs
-        return tree_map_only(Tensor, functools.partial(self._real, index), (args, kwargs))
+        real = tree_map_only(Tensor, functools.partial(self._real, index), (args, kwargs))
+        return filled(args, real[0]), filled(dict(kwargs), real[1])  # a layer may change what it is given
 
     def _real(self, index: int, leaf: Tensor) -> Tensor:
         found = _received(leaf)

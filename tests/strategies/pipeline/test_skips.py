@@ -51,6 +51,19 @@ class InPlace(Net):
         return self.head(y + torch.relu_(x))
 
 
+class Sums(Net):
+    """Adds what layers return to tensors that the forward has made itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total, largest = torch.zeros_like(x), torch.zeros_like(x)
+        for layer in (self.stem, *self.body[::2]):
+            x = torch.tanh(layer(x))
+            total += x
+            with torch.no_grad():
+                torch.maximum(largest, x, out=largest)
+        return self.head(total + largest)
+
+
 class Dense(Net):
     """Every block takes what all before it have computed; the output has a view of the first."""
 
@@ -116,9 +129,9 @@ SPLITS: dict[str, tuple[Any, int]] = {
     "zbv": (lambda: Pipeline(schedule="zbv", split=["net.body.0", "net.body.2", "net.body.4"]), 2),
     "fsdp": ("fsdp=2,pipeline=2", 4),
 }
-DAILY = {("two", Residual), ("two", InPlace), ("three", Dense), ("zbv", TwoOutputs), ("fsdp", Beside)}
+DAILY = {("two", Residual), ("two", InPlace), ("two", Sums), ("three", Dense), ("zbv", TwoOutputs), ("fsdp", Beside)}
 """Each net under one split; the slow run has all."""
-NETS = (Residual, InPlace, Dense, Beside, TwoOutputs)
+NETS = (Residual, InPlace, Sums, Dense, Beside, TwoOutputs)
 CASES = [
     pytest.param(
         split,
@@ -194,6 +207,42 @@ class Overwrites(nn.Module):
         return self.linear(torch.relu_(x))
 
 
+class AddsTo(Net):
+    """Layers change a tensor that the forward has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body[4] = Adds(), Adds()
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(2, len(x), dtype=x.dtype)
+        return self.head(self.body[4]((self.stem((x, total)), total)))
+
+
+class ChangesInput(AddsTo):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body[2](self.stem((x, x.T))))
+
+
+class IntoPart(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        made = x.new_zeros(2, *x.shape)
+        made[0] = self.stem(x)
+        made[1] = self.body(made[0])
+        return self.head(made[1])
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        x = torch.tanh(self.linear(given[0]))
+        given[1][1] += x.detach().mean(1)
+        return x
+
+
 class OutOfOrder(Net):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.stem(self.body[:3](x)) + 0 * self.body[4](x))
@@ -210,13 +259,16 @@ class Reversed(Net):
         (
             Noise,
             "net.body.2",
-            "net.head takes a value that stage 0 has computed with random numbers or changed in place",
+            "net.head takes a value that stage 0 has computed with random numbers between",
         ),
         (
             Overwriting,
             "net.body.2",
-            "net.head takes a value that stage 0 has computed with random numbers or changed in",
+            "net.head takes a value that stage 0 has computed .* or changed in place in one",
         ),
+        (AddsTo, "net.body.4", "net.body.4 takes a value that stage 0 has computed .* changed in place in one"),
+        (ChangesInput, "net.body.2", "changes a tensor in place that net is called with"),
+        (IntoPart, "net.body.0", "into a part of a tensor, .* use torch.stack or torch.cat"),
         (
             OutOfOrder,
             "net.body.0",
