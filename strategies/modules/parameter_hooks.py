@@ -160,6 +160,14 @@ def copy_module(module: M, memo: dict[int, Any] | None = None) -> M:
     return copied
 
 
+FORWARD = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def users_hooks(module: nn.Module, kind: str) -> list[tuple[int, Callable[..., Any]]]:
+    """The hooks of a module that user code has registered, and their ids; `kind` is one of `FORWARD`."""
+    return [(key, hook) for key, hook in getattr(module, kind).items() if not _is_of_an_engine(hook)]
+
+
 def _hooked(named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     named = [*named_parameters]
     return compress(named, map(any, map(_HOOKS, map(_PARAMETER, named))))  # without Python's loop

@@ -37,8 +37,7 @@ from lockstep.strategies.modules.model_changes import (
 )
 from lockstep.strategies.pipeline.microbatches import Feed, Tally, feeds_of, merged
 from lockstep.strategies.pipeline.schedules import Schedule
-from lockstep.strategies.pipeline.shape_inference import Layout
-from lockstep.strategies.pipeline.stage_run import explained
+from lockstep.strategies.pipeline.stage_run import Layout, explained
 from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.precision import Precision
 from lockstep.strategies.step import weighted_losses
@@ -251,7 +250,7 @@ class Engines:
             self.is_running = False
 
     def _engine(self, wrapped: Staged, feed: Feed) -> Engine | None:
-        key = (signature(feed.parts[0].batch), len(feed.parts))
+        key = (signature(feed.parts[0].batch), len(feed.parts), wrapped.inference.hooks())
         engine = self._known.pop(key, None)
         if engine is None:
             with self._precision.autocast(wrapped.device), feed.hooks.log_scope(0):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves
 
 from lockstep.strategies.modules.absent import is_here
 
@@ -68,6 +67,33 @@ def _unflatten_object(kind: type, values: Iterable[Any], names: Any) -> Any:
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
     return made
+
+
+def is_object(value: Any) -> bool:
+    return is_plain_object(value) and not is_dataclass(value)
+
+
+def content(container: Any) -> tuple[list[int], Any]:
+    """What a container holds, to compare: the `id` of each leaf, and how they are arranged."""
+    if isinstance(container, set):
+        return [*map(id, container)], len(container)
+    leaves, spec = flatten(container)
+    if len(leaves) == 1 and leaves[0] is container:
+        leaves, spec = tree_flatten(dict(vars(container)))
+    return [*map(id, leaves)], spec
+
+
+def held_deep(value: Any) -> Iterator[Any]:
+    """The tensors in the attributes of an object, and in those of what it holds."""
+    known: set[int] = set()
+    waiting = [value]
+    while waiting and len(known) < 1000:
+        found = waiting.pop()
+        if id(found) not in known:
+            known.add(id(found))
+            leaves = tree_leaves(vars(found))
+            yield from leaves
+            waiting += filter(is_plain_object, leaves)
 
 
 class Source(NamedTuple):
@@ -164,86 +190,6 @@ class Origins(TorchDispatchMode):
     def _note(self, tensor: Tensor, sources: set[Source]) -> None:
         self._known[_storage(tensor)] = self.of(tensor) | sources
         self._alive.append(tensor)
-
-
-@dataclass
-class Returned:
-    """What a call of a layer came to: its output, and the containers that it was given and has changed, by index."""
-
-    output: Any
-    contents: dict[int, Any]
-
-    @classmethod
-    def of(cls, output: Any, held: Sequence[Any], changed: Iterable[int], before: Mapping[int, int]) -> Any:
-        """`held` are the containers that it was given, `before` the places of what they held, by `id`. The output
-        alone, if it has nothing to do with them."""
-        places = {id(container): i for i, container in enumerate(held)}
-
-        def is_held(node: Any) -> bool:
-            return id(node) in places
-
-        def is_kept(leaf: Any) -> bool:
-            return isinstance(leaf, Tensor) and id(leaf) in before
-
-        marked = tree_map_only(is_held, lambda node: _Given(places[id(node)]), output, is_leaf=is_held)
-        contents = {i: tree_map_only(is_kept, lambda leaf: _Kept(before[id(leaf)]), held[i]) for i in changed}
-        is_plain = not contents and not any(isinstance(leaf, _Given) for leaf in tree_leaves(marked))
-        return output if is_plain else cls(marked, contents)
-
-    def give(self, held: Sequence[Any], before: Sequence[Any]) -> Any:
-        """Change the containers `held`, which held `before`, as the layer did, and return its output."""
-        for i, content in self.contents.items():
-            filled(held[i], tree_map_only(_Kept, lambda kept: before[kept.place], content))
-        return tree_map_only(_Given, lambda given: held[given.place], self.output)
-
-
-class _Given:
-    """Stands for a container that a layer was given and returns."""
-
-    __slots__ = ("place",)
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-
-
-class _Kept(_Given):
-    """Stands for what a container has held before."""
-
-    __slots__ = ()
-
-
-def containers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What a layer is given that may hold tensors, and that it may change."""
-    return [
-        value
-        for value in (*args, *kwargs.values())
-        if isinstance(value, list | tuple | Mapping | deque | set) or is_dataclass(value) or is_plain_object(value)
-    ]
-
-
-def filled(container: Any, content: Any) -> Any:
-    """`container` with what `content` holds: the same object if it can be changed, of the same structure within."""
-    if type(container) is not type(content) or isinstance(container, Tensor):
-        return content
-    if isinstance(container, tuple) and len(container) == len(content) and not hasattr(container, "_fields"):
-        return tuple(map(filled, container, content))
-    if isinstance(container, list | deque):
-        new = [filled(*pair) for pair in zip(container, content, strict=False)] + list(content)[len(container) :]
-        container.clear()
-        container.extend(new)
-    elif type(container) in (dict, OrderedDict, defaultdict):
-        _fill(container, content)
-    elif is_plain_object(container) and not isinstance(container, tuple | Mapping):
-        _fill(vars(container), vars(content))
-    else:
-        return content
-    return container
-
-
-def _fill(container: dict[Any, Any], content: Mapping[Any, Any]) -> None:
-    new = {key: filled(container[key], value) if key in container else value for key, value in content.items()}
-    container.clear()
-    container.update(new)
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -24,7 +24,7 @@ from lockstep.strategies.pipeline.partition import Cut
 
 _NUMBERS = (int, float, complex, np.number)
 _PLAIN = frozenset((bool, int, float, complex))
-_OF_TORCH = frozenset(vars(nn.Module()))
+OF_TORCH = frozenset(vars(nn.Module()))
 _Holder = nn.Module | Tensor
 """What user code sets attributes of: a module, or a parameter."""
 _Place = tuple[_Holder, str, Any]
@@ -216,13 +216,51 @@ class PartOnly:
         self._refuse()
 
     __torch_function__ = classmethod(lambda cls, func, types, args=(), kwargs=None: _first_part(args)._refuse())
-    __float__ = __int__ = __bool__ = __len__ = __iter__ = __getitem__ = __array__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refuse
-    __lt__ = __gt__ = __le__ = __ge__ = __matmul__ = __rmatmul__ = __pow__ = _refuse
+
+    def _used(self, *_: Any) -> NoReturn:
+        self._refuse()
+
+    __float__ = __int__ = __bool__ = __len__ = __iter__ = __getitem__ = __array__ = _used
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _used
+    __lt__ = __gt__ = __le__ = __ge__ = __matmul__ = __rmatmul__ = __pow__ = _used
+
+
+class OfOtherStage(PartOnly):
+    """Stands for what a layer has set as an attribute on another stage: any use is refused."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            f"a step reads {self.__dict__['name']}, which a layer or a hook of it has set on another stage of the "
+            "pipeline; return it from the layer and from the pipelined module, or use strategy='ddp' or 'fsdp'"
+        )
 
 
 def _first_part(args: Any) -> PartOnly:
     return next(leaf for leaf in tree_leaves(args) if isinstance(leaf, PartOnly))
+
+
+def containers_of(module: nn.Module) -> Iterator[Any]:
+    return (value for name, value in vars(module).items() if type(value) in (dict, list) and name not in OF_TORCH)
+
+
+def attributes_of(module: nn.Module) -> dict[tuple[str, Any], Any]:
+    """The attributes of a module beside torch's own, and what is in dicts and lists among them."""
+    found: dict[tuple[str, Any], Any] = {}
+    for name, value in vars(module).items():
+        if type(value) in (dict, list) and name not in OF_TORCH:
+            found |= {
+                (name, key): held for key, held in (value if type(value) is dict else dict(enumerate(value))).items()
+            }
+        elif name not in OF_TORCH:
+            found[name, None] = value
+    return found
+
+
+def is_other(before: Any, now: Any) -> bool:
+    """Whether `now` is a tensor or number that has taken the place of `before`."""
+    if isinstance(now, Tensor):
+        return now is not before
+    return isinstance(now, int | float) and not (type(now) is type(before) and now == before)
 
 
 def _numbers(modules: Sequence[_Holder]) -> _Numbers:
@@ -238,7 +276,7 @@ def _numbers(modules: Sequence[_Holder]) -> _Numbers:
         for name, value in vars(module).items():
             if type(value) in _PLAIN or isinstance(value, _NUMBERS):
                 found[module, name, None] = value
-            elif type(value) is dict and name not in _OF_TORCH:
+            elif type(value) is dict and name not in OF_TORCH:
                 for key, item in value.items():
                     if type(item) in _PLAIN or isinstance(item, _NUMBERS):
                         found[module, name, key] = item
@@ -266,7 +304,7 @@ def _lists(modules: Sequence[_Holder]) -> Iterator[tuple[_Place, int, Any]]:
     """Lists among the attributes of modules, and in attributes that are dicts."""
     for module in modules:
         for name, value in vars(module).items():
-            if name in _OF_TORCH:
+            if name in OF_TORCH:
                 continue
             if isinstance(value, list | deque):
                 yield (module, name, None), len(value), value

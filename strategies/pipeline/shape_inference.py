@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, is_dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,58 +15,41 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeCopyMode,
 )
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.strategies.data.batch_slices import signature
 from lockstep.strategies.launch.rng import kept_streams
-from lockstep.strategies.modules.parameter_hooks import copy_attributes, copy_module
+from lockstep.strategies.modules.parameter_hooks import FORWARD, copy_attributes, copy_module, users_hooks
 from lockstep.strategies.pipeline.fake_tensors import (
     Blank,
     Mode,
     Origins,
-    Returned,
     Source,
-    containers,
+    content,
     flatten,
+    held_deep,
     is_fake,
+    is_object,
     is_plain_object,
     known_objects,
 )
+from lockstep.strategies.pipeline.microbatch_state import attributes_of, containers_of, is_other
 from lockstep.strategies.pipeline.partition import Cut
+from lockstep.strategies.pipeline.stage_run import (
+    NOTHING,
+    Layout,
+    Message,
+    Place,
+    Returned,
+    containers,
+    filled,
+    quiet,
+    refuse_capturing,
+)
 
-NOTHING: Mapping[Any, Tensor] = {}
 MAX_LAYOUTS = 512
 """Shapes of inputs whose layout is kept: some kilobytes each."""
-
-
-class Message(NamedTuple):
-    """What travels from one stage to the next."""
-
-    leaves: tuple[int, ...]
-    """Places among the flattened arguments of the call with which the next stage begins."""
-    sources: tuple[Source, ...]
-    """What else later stages need of this and earlier ones: skip connections."""
-    tensors: tuple[Tensor, ...]
-    """Shapes, dtypes and requires_grad of both, as tensors on the meta device."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors)
-
-
-class Layout(NamedTuple):
-    """What shape inference found out."""
-
-    key: Any
-    """What the inputs look like."""
-    messages: list[Message]
-    """From stage i to stage i + 1."""
-    outputs: dict[tuple[int, int], Any]
-    """What a layer returns in its n-th call, as fake tensors."""
-    result: Any
-    """What the module returns, as fake tensors."""
-    skips: dict[tuple[int, int], list[Source]]
-    """The sources that travel, by layer and call."""
 
 
 @dataclass(slots=True)
@@ -87,6 +68,7 @@ class _Pass:
     outputs: dict[tuple[int, int], Any] = field(default_factory=dict)
     needed: dict[int, set[Source]] = field(default_factory=lambda: defaultdict(set))
     """By stage, what it needs of earlier ones beside the arguments of its first call."""
+    attributes: dict[tuple[int, int], list[Place]] = field(default_factory=dict)
     error: str = ""
     """Why the layers cannot be on their stages."""
 
@@ -115,6 +97,12 @@ class ShapeInference:
         own: list[Any] = [shell._parameters[name] for shell, name in beside_layers]
         with self._mode:
             self._fake_beside = [self._mode.fake(p.detach()).to(device).requires_grad_(p.requires_grad) for p in own]
+        self._at_setup = self._registered = RemovableHandle.next_id
+        self._hooks = [[key for kind in FORWARD for key, _ in users_hooks(mine, kind)] for mine, _ in self._pairs()]
+        self._num_hooks = 0
+        self._num_users = Counter(mine for mine, _ in self._pairs())
+        self.outside: list[nn.Module] = []
+        """The modules around the layers, in which code between layers and hooks may keep tensors."""
         self._pass: _Pass | None = None
         self.kept_streams: Callable[[], AbstractContextManager[None]] = kept_streams
         """Gives random streams back what a run on fake tensors has drawn."""
@@ -132,7 +120,7 @@ class ShapeInference:
 
     def key(self, args: Any, kwargs: Any) -> Any:
         """What a layout depends on, to compare and to look up."""
-        leaves, spec = flatten((args, kwargs), _is_object)
+        leaves, spec = flatten((args, kwargs), is_object)
         kinds = tuple(
             (leaf.shape, leaf.dtype)
             if isinstance(leaf, Tensor)
@@ -160,15 +148,21 @@ class ShapeInference:
         return self.known[key]
 
     def _infer(self, key: Any, args: Any, kwargs: Any) -> Layout:
-        for layer, fake in zip(self._layers, self._fake_layers, strict=True):
-            for mine, theirs in zip(layer.module.modules(), fake.modules(), strict=True):
-                theirs.training = mine.training  # BatchNorm takes a batch of one in evaluation only
+        for mine, theirs in self._pairs():
+            theirs.training = mine.training  # BatchNorm takes a batch of one in evaluation only
+            for kind in FORWARD:
+                hooks = {key: self._tried(key, hook) for key, hook in users_hooks(mine, kind)}
+                setattr(theirs, kind, OrderedDict(hooks))
+                setattr(theirs, f"{kind}_with_kwargs", getattr(mine, f"{kind}_with_kwargs"))
         outer, running = self._pass, _Pass(Origins(self._stage_of, self._fake_beside))
         self._pass = running
-        state = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in self._free]
+        kept = {*self._free, *self.outside}
+        state = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in kept]
+        contents = [(held, held.copy()) for module in self.outside for held in containers_of(module)]
         try:
-            with torch.enable_grad(), self.kept_streams(), self.without_first_stage(), _quiet(), running.origins:
+            with torch.enable_grad(), self.kept_streams(), self.without_first_stage(), quiet(), running.origins:
                 result = self._net.forward(*args, **kwargs)
+                self._need_attributes(running)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(
                 f"what {self._name} does between its layers must follow from shapes in a pipeline, but it reads values "
@@ -181,13 +175,15 @@ class ShapeInference:
                 attributes.update(before)
                 attributes["_buffers"].clear()
                 attributes["_buffers"].update(buffers)
+            for held, before in contents:
+                filled(held, before)
         if running.stage < self._stage_of[-1] and not running.error:
             missing = self._layers[self._stage_of.index(running.stage + 1)].name
             running.error = f"{self._name} called no layer of stage {running.stage + 1}, which begins with {missing}"
         if running.error:
             raise ValueError(f"{running.error}; {self._advice(running.order)}")
         self._need(running, self._name, flatten(result)[0])
-        for leaf in flatten((args, kwargs), _is_object)[0]:
+        for leaf in flatten((args, kwargs), is_object)[0]:
             lost = running.origins.of(leaf) if isinstance(leaf, Tensor) else ()
             if any(source.is_lost and source.call < running.stage for source in lost):
                 raise ValueError(
@@ -199,7 +195,7 @@ class ShapeInference:
         for source in sorted({source for message in messages for source in message.sources}):
             skips.setdefault((source.layer, source.call), []).append(source)
         result = tree_map_only(is_fake, torch.Tensor.detach, result)
-        return Layout(key, messages, running.outputs, result, skips)
+        return Layout(key, messages, running.outputs, result, skips, running.attributes)
 
     def layer(self, index: int, args: Any, kwargs: Any) -> Any:
         """What stands for the call of a layer while `layout` runs the model."""
@@ -207,7 +203,7 @@ class ShapeInference:
         assert running is not None
         name, stage, leaves = self._layers[index].name, self._stage_of[index], flatten((args, kwargs))[0]
         running.order.append(index)
-        _refuse_capturing(self._name)
+        refuse_capturing(self._name)
         if not running.error:
             self._need(running, name, leaves)
             if stage < running.stage:
@@ -225,12 +221,16 @@ class ShapeInference:
                 running.stage = stage
                 self._need(running, name, leaves)
         held = containers(args, kwargs)
-        before = [_content(container) for container in held]
+        before = [content(container) for container in held]
+        pairs = zip(self._layers[index].module.modules(), self._fake_layers[index].modules(), strict=True)
+        watched = [pair for pair in pairs if self._num_users[pair[0]] == 1]  # each stage runs what several use
+        watched += [(module, module) for module in self.outside]
+        attributes = [attributes_of(child) for _, child in watched]
         held_before = flatten(held)[0]
         places = {id(leaf): i for i, leaf in reversed(list(enumerate(held_before)))}
         with running.origins.of_layer(leaves, running.stage), self._mode:
             output = self._fake_layers[index](*args, **kwargs)
-        changed = [i for i, container in enumerate(held) if _content(container) != before[i]]
+        changed = [i for i, container in enumerate(held) if content(container) != before[i]]
         for container in (held[i] for i in changed if isinstance(held[i], set)):
             raise ValueError(
                 f"{name} changes the {type(container).__name__} that it is given, which other stages of a pipeline do "
@@ -244,12 +244,60 @@ class ShapeInference:
         running.calls[index] += 1
         running.origins.note_output(index, call, returned)
         running.outputs[index, call] = tree_map_only(is_fake, Blank, returned)
+        running.attributes[index, call] = [
+            (module, *place)
+            for (module, child), before_call in zip(watched, attributes, strict=True)
+            for place, value in attributes_of(child).items()
+            if is_other(before_call.get(place), value)
+        ]
         return returned.give(held, held_before) if isinstance(returned, Returned) else returned
+
+    def _pairs(self) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """The modules of the layers, and their copies without data."""
+        for layer, fake in zip(self._layers, self._fake_layers, strict=True):
+            yield from zip(layer.module.modules(), fake.modules(), strict=True)
+
+    def hooks(self) -> int:
+        """A number that is another one when forward hooks of layers have been registered; layouts are then found
+        again."""
+        if self._registered != RemovableHandle.next_id:
+            self._registered = RemovableHandle.next_id
+            found = [[key for kind in FORWARD for key, _ in users_hooks(mine, kind)] for mine, _ in self._pairs()]
+            if found != self._hooks:
+                self._hooks = found
+                self._num_hooks += 1
+                self.known.clear()
+        return self._num_hooks
+
+    def _tried(self, key: int, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook that was registered during the run may read values, as those that watch a model do."""
+        if key < self._at_setup:
+            return hook
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(*args, **kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                return None
+
+        return called
+
+    def _need_attributes(self, running: _Pass) -> None:
+        """What code between layers has kept in attributes is there for the step, which the last stage ends."""
+        of_layers = {place for places in running.attributes.values() for place in places}
+        of_layers |= {(shell, name, None) for shell, name in self._beside_layers}
+        running.direct = {}  # which stand for arguments of layers only
+        for module in self.outside:
+            for place, value in attributes_of(module).items():
+                if not is_fake(value) or (module, *place) in of_layers:
+                    continue
+                if not any(source.is_lost for source in running.origins.of(value)):
+                    self._need(running, self._name, [value])
 
     def _refuse_opaque(self, name: str, values: Any) -> None:
         """Raise ValueError if a layer returns or changes an object whose tensors cannot be sent."""
         for leaf in flatten(values)[0]:
-            if is_plain_object(leaf) and any(map(is_fake, _held_deep(leaf))):
+            if is_plain_object(leaf) and any(map(is_fake, held_deep(leaf))):
                 raise ValueError(
                     f"{name} returns or changes a {type(leaf).__name__}, whose tensors a pipeline cannot send, as it "
                     "holds objects that hold others; use tensors, or lists, tuples, dicts and dataclasses of them"
@@ -346,50 +394,3 @@ class ShapeInference:
                                 moved[id(tensor)] = there
                             holder[name] = moved[id(tensor)]  # type: ignore[assignment]
         return fake
-
-
-def _is_object(value: Any) -> bool:
-    return is_plain_object(value) and not is_dataclass(value)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's warning that it asks a tensor with a history for its gradient."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        yield
-
-
-def _content(container: Any) -> tuple[list[int], Any]:
-    """What a container holds, to compare: the `id` of each leaf, and how they are arranged."""
-    if isinstance(container, set):
-        return [*map(id, container)], len(container)
-    leaves, spec = flatten(container)
-    if len(leaves) == 1 and leaves[0] is container:
-        leaves, spec = tree_flatten(dict(vars(container)))
-    return [*map(id, leaves)], spec
-
-
-def _held_deep(value: Any) -> Iterator[Any]:
-    """The tensors in the attributes of an object, and in those of what it holds."""
-    known: set[int] = set()
-    waiting = [value]
-    while waiting and len(known) < 1000:
-        found = waiting.pop()
-        if id(found) not in known:
-            known.add(id(found))
-            leaves = tree_leaves(vars(found))
-            yield from leaves
-            waiting += filter(is_plain_object, leaves)
-
-
-def _refuse_capturing(name: str) -> None:
-    """Raise ValueError if transformers collects what layers return, in hooks that only the stages of these layers
-    run."""
-    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
-    if collector is not None and collector.get():
-        raise ValueError(
-            f"{name} is asked for {', '.join(collector.get())} (output_hidden_states, output_attentions), which "
-            "transformers collects from layers of all stages, but a stage of a pipeline runs only its own; leave them "
-            "out, or use strategy='ddp' or 'fsdp'"
-        )

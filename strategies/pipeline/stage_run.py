@@ -2,19 +2,137 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from lockstep.strategies.pipeline.fake_tensors import Blank, Returned, Source, containers
-from lockstep.strategies.pipeline.shape_inference import Layout, Message
+from lockstep.strategies.pipeline.fake_tensors import Blank, Source, is_plain_object
+from lockstep.strategies.pipeline.microbatch_state import OfOtherStage
+
+Place = tuple[nn.Module, str, Any]
+"""An attribute of a module; in a dict or list, with its key."""
+NOTHING: Mapping[Any, Tensor] = {}
+
+
+class Message(NamedTuple):
+    """What travels from one stage to the next."""
+
+    leaves: tuple[int, ...]
+    """Places among the flattened arguments of the call with which the next stage begins."""
+    sources: tuple[Source, ...]
+    """What else later stages need of this and earlier ones: skip connections."""
+    tensors: tuple[Tensor, ...]
+    """Shapes, dtypes and requires_grad of both, as tensors on the meta device."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+
+class Layout(NamedTuple):
+    """What shape inference found out."""
+
+    key: Any
+    """What the inputs look like."""
+    messages: list[Message]
+    """From stage i to stage i + 1."""
+    outputs: dict[tuple[int, int], Any]
+    """What a layer returns in its n-th call, as fake tensors."""
+    result: Any
+    """What the module returns, as fake tensors."""
+    skips: dict[tuple[int, int], list[Source]]
+    """The sources that travel, by layer and call."""
+    attributes: dict[tuple[int, int], list[Place]]
+    """What a layer, or a hook of it, sets in attributes, by layer and call."""
+
+
+@dataclass
+class Returned:
+    """What a call of a layer came to: its output, and the containers that it was given and has changed, by index."""
+
+    output: Any
+    contents: dict[int, Any]
+
+    @classmethod
+    def of(cls, output: Any, held: Sequence[Any], changed: Iterable[int], before: Mapping[int, int]) -> Any:
+        """`held` are the containers that it was given, `before` the places of what they held, by `id`. The output
+        alone, if it has nothing to do with them."""
+        places = {id(container): i for i, container in enumerate(held)}
+
+        def is_held(node: Any) -> bool:
+            return id(node) in places
+
+        def is_kept(leaf: Any) -> bool:
+            return isinstance(leaf, Tensor) and id(leaf) in before
+
+        marked = tree_map_only(is_held, lambda node: _Given(places[id(node)]), output, is_leaf=is_held)
+        contents = {i: tree_map_only(is_kept, lambda leaf: _Kept(before[id(leaf)]), held[i]) for i in changed}
+        is_plain = not contents and not any(isinstance(leaf, _Given) for leaf in tree_leaves(marked))
+        return output if is_plain else cls(marked, contents)
+
+    def give(self, held: Sequence[Any], before: Sequence[Any]) -> Any:
+        """Change the containers `held`, which held `before`, as the layer did, and return its output."""
+        for i, content in self.contents.items():
+            filled(held[i], tree_map_only(_Kept, lambda kept: before[kept.place], content))
+        return tree_map_only(_Given, lambda given: held[given.place], self.output)
+
+
+class _Given:
+    """Stands for a container that a layer was given and returns."""
+
+    __slots__ = ("place",)
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+
+class _Kept(_Given):
+    """Stands for what a container has held before."""
+
+    __slots__ = ()
+
+
+def containers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What a layer is given that may hold tensors, and that it may change."""
+    return [
+        value
+        for value in (*args, *kwargs.values())
+        if isinstance(value, list | tuple | Mapping | deque | set) or is_dataclass(value) or is_plain_object(value)
+    ]
+
+
+def filled(container: Any, content: Any) -> Any:
+    """`container` with what `content` holds: the same object if it can be changed, of the same structure within."""
+    if type(container) is not type(content) or isinstance(container, Tensor):
+        return content
+    if isinstance(container, tuple) and len(container) == len(content) and not hasattr(container, "_fields"):
+        return tuple(map(filled, container, content))
+    if isinstance(container, list | deque):
+        new = [filled(*pair) for pair in zip(container, content, strict=False)] + list(content)[len(container) :]
+        container.clear()
+        container.extend(new)
+    elif type(container) in (dict, OrderedDict, defaultdict):
+        _fill(container, content)
+    elif is_plain_object(container) and not isinstance(container, tuple | Mapping):
+        _fill(vars(container), vars(content))
+    else:
+        return content
+    return container
+
+
+def _fill(container: dict[Any, Any], content: Mapping[Any, Any]) -> None:
+    new = {key: filled(container[key], value) if key in container else value for key, value in content.items()}
+    container.clear()
+    container.update(new)
 
 
 class Leave(BaseException):
@@ -47,6 +165,8 @@ class Run:
     skips: dict[Source, Tensor] | None = None
     """What has arrived for later stages or as skip connections, and what layers of this stage add to it; None before
     `received` is there."""
+    hidden: list[tuple[Any, Any, Any, OfOtherStage]] = field(default_factory=list)
+    """What stands in attributes for what layers of earlier stages set: where, under which key, and in place of what."""
     links: Links | None = None
     """Called where this stage begins and ends."""
 
@@ -74,6 +194,8 @@ class Run:
         assert self.layout is not None and self.links is not None
         self.links.passing(self)
         call = index, self.calls[index]
+        for module, name, key in self.layout.attributes.get(call, ()):
+            self._hide(module, name, key)
         self.calls[index] += 1
         blank = self.layout.outputs[call]  # new objects a call: those of another micro-batch are others
         if call not in self.layout.skips:
@@ -85,6 +207,27 @@ class Run:
                 skip = received.get(Source(*call, i))
                 leaves[i] = leaf.tensor() if skip is None else skip.clone()  # which user code may change in place
         return tree_unflatten(leaves, spec)
+
+    def _hide(self, module: nn.Module, name: str, key: Any) -> None:
+        """Set an attribute as a layer of an earlier stage has done, to what refuses to be used."""
+        holder = vars(module) if key is None else vars(module).get(name)
+        stand_in = OfOtherStage(f"{type(module).__name__}.{name}" + ("" if key is None else f"[{key!r}]"))
+        if isinstance(holder, list):
+            self.hidden.append((holder, None, None, stand_in))
+            holder.append(stand_in)
+        elif isinstance(holder, dict):
+            place = name if key is None else key
+            self.hidden.append((holder, place, holder.get(place, NOTHING), stand_in))
+            holder[place] = stand_in
+
+    def show(self) -> None:
+        """Undo that, at the end."""
+        for holder, key, before, stand_in in reversed(self.hidden):
+            if isinstance(holder, list):
+                holder[:] = [value for value in holder if value is not stand_in]
+            elif holder.get(key) is stand_in:
+                del holder[key]
+                holder.update({} if before is NOTHING else {key: before})
 
     def keep(self, index: int, output: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Keep what a layer of this stage returned, if a later stage needs it."""
@@ -176,3 +319,29 @@ def explained(step: str) -> Iterator[None]:
             f"{step} asks for a gradient by torch.autograd.grad, which in a pipeline ends at the layers of this rank; "
             "use strategy='ddp' or 'fsdp' for penalties on gradients and gradients of inputs"
         ) from error
+
+
+def received(tensor: Tensor) -> Tensor:
+    """What the stage before has sent for a tensor, if it did and the tensor has not changed since; else the tensor."""
+    found, version = getattr(tensor, "received", (tensor, 0))
+    return found if version == tensor._version else tensor
+
+
+def refuse_capturing(name: str) -> None:
+    """Raise ValueError if transformers collects what layers return, in hooks that only the stages of these layers
+    run."""
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    if collector is not None and collector.get():
+        raise ValueError(
+            f"{name} is asked for {', '.join(collector.get())} (output_hidden_states, output_attentions), which "
+            "transformers collects from layers of all stages, but a stage of a pipeline runs only its own; leave them "
+            "out, or use strategy='ddp' or 'fsdp'"
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's warning that it asks a tensor with a history for its gradient."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        yield

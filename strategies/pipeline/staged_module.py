@@ -28,11 +28,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.pipeline.fake_tensors import Source, filled, is_fake
+from lockstep.strategies.modules.blocks import is_metric
+from lockstep.strategies.pipeline.fake_tensors import Source, is_fake
 from lockstep.strategies.pipeline.microbatch_state import StepState
 from lockstep.strategies.pipeline.partition import Cut, holding_stages
-from lockstep.strategies.pipeline.shape_inference import Layout, ShapeInference
-from lockstep.strategies.pipeline.stage_run import Leave, Links, Run, Stage, explained
+from lockstep.strategies.pipeline.shape_inference import ShapeInference
+from lockstep.strategies.pipeline.stage_run import Layout, Leave, Links, Run, Stage, explained, filled, received
 from lockstep.strategies.pipeline.stage_tensors import StageTensors, Tied
 
 
@@ -71,6 +72,8 @@ class Staged(nn.Module):
         """Which rank holds what."""
         self.tied: Tied
         self.inference = ShapeInference(parts, self.stage_of, self.tensors.beside_layers, device)
+        inside = {child for layer in self.layers for child in layer.module.modules()} | parts.free()
+        self.inference.outside = [child for child in model.modules() if child not in inside and not is_metric(child)]
         self._edits_input = [
             any(getattr(child, "inplace", False) for child in layer.module.modules()) for layer in self.layers
         ]
@@ -173,6 +176,7 @@ class Staged(nn.Module):
                     left = leaving.tensors
         finally:
             self._run = outer
+            run.show()
         return output, left
 
     def _watch(self, run: Run) -> AbstractContextManager[None]:
@@ -226,7 +230,7 @@ class Staged(nn.Module):
             self._learned = self._layout(args, kwargs)
             raise Leave
         if run.wants == "evaluation":
-            is_last, result = self._through(self._layout(args, kwargs), args, kwargs, run.noise)
+            is_last, result = self._through(self._layout(args, kwargs), args, kwargs, run.noise, run.hidden)
             if not is_last:
                 raise Leave
             return result
@@ -250,7 +254,7 @@ class Staged(nn.Module):
             early = f"{self.name} returned on stage {run.stage} before a layer of stage {run.stage + 1} was called"
             raise RuntimeError(early)
         if any(map(is_fake, tree_leaves(result))):
-            result = tree_map_only(is_fake, _received, result)
+            result = tree_map_only(is_fake, received, result)
         if any(map(is_fake, tree_leaves(result))):
             raise RuntimeError(
                 f"{self.name} returns a value that layers of an earlier stage have computed and that did not travel; "
@@ -258,15 +262,16 @@ class Staged(nn.Module):
             )
         return result
 
-    def _through(self, layout: Layout, args: Any, kwargs: Any, noise: int | None) -> tuple[bool, Any]:
-        """The stages of this rank one after the other, receiving and sending; (whether the last was among them, its
-        result)."""
+    def _through(
+        self, layout: Layout, args: Any, kwargs: Any, noise: int | None, hidden: list[Any]
+    ) -> tuple[bool, Any]:
+        """The stages of this rank one after the other; (whether the last was among them, its result)."""
         carried: tuple[Tensor, ...] = ()
         for stage in self.here:
             if stage and self.rank_of[stage - 1] != self.rank:
                 carried = self.links.receive(layout.messages[stage - 1], self.rank_of[stage - 1])
             try:
-                run = Run(stage, carried, layout=layout, noise=noise, entered=True, links=self.links)
+                run = Run(stage, carried, layout=layout, noise=noise, entered=True, links=self.links, hidden=hidden)
                 return True, self._enter(run, args, kwargs)
             except Leave as left:
                 carried = left.tensors
@@ -279,7 +284,7 @@ class Staged(nn.Module):
         self.links.outside()
         layout = self._layout(args, kwargs)
         with self.gathered():
-            is_last, result = self._through(layout, args, kwargs, None)
+            is_last, result = self._through(layout, args, kwargs, None, [])
         self.links.finished(self.rank_of[-1])
         leaves, spec = tree_flatten(result if is_last else layout.result)
         source = self.rank_of[-1]
@@ -344,7 +349,7 @@ class Staged(nn.Module):
         return filled(args, real[0]), filled(dict(kwargs), real[1])  # a layer may change what it is given
 
     def _real(self, index: int, leaf: Tensor) -> Tensor:
-        found = _received(leaf)
+        found = received(leaf)
         if not is_fake(found):
             return found
         raise RuntimeError(
@@ -391,9 +396,3 @@ class Staged(nn.Module):
         self._parts.net._compiled_call_impl = self._call
         for index, layer in enumerate(self.layers):
             layer.module._compiled_call_impl = functools.partial(self._call_layer, index)
-
-
-def _received(tensor: Tensor) -> Tensor:
-    """What the stage before has sent for a tensor, if it did and the tensor has not changed since; else the tensor."""
-    found, version = getattr(tensor, "received", (tensor, 0))
-    return found if version == tensor._version else tensor

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.environment import World
 from lockstep.strategies.launch.rng import seed_streams
-from lockstep.strategies.pipeline.shape_inference import Message
+from lockstep.strategies.pipeline.stage_run import Message
 from lockstep.strategies.virtual.stage_links import StageLinks
 
 VARIABLE = "LOCKSTEP_PLANNED_RANK"

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.strategies.pipeline.shape_inference import Message
-from lockstep.strategies.pipeline.stage_run import Links, Run
+from lockstep.strategies.pipeline.stage_run import Links, Message, Run
 from lockstep.strategies.virtual.streams import Streams
 
 _SIZE, _STATE, _GRADIENT = 1, 2, 3

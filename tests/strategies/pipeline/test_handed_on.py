@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep.strategies import Pipeline
 from lockstep.strategies.pipeline.partition import cut, stages
 from lockstep.strategies.pipeline.staged_module import Staged
-from tests.strategies.pipeline.classifiers import Base, exact, samples
+from tests.strategies.pipeline.classifiers import Base, exact, fit, samples
 
 
 @dataclass(frozen=True)
@@ -120,3 +120,46 @@ def learned(module: Base) -> Callable[[], Any]:
 def test_a_set_to_which_layers_add_is_refused() -> None:
     with pytest.raises(ValueError, match=r"net\.layers\.0 changes the set that it is given, .* return what it adds"):
         learned(module("set"))()
+
+
+class Attributes(Base):
+    """Layers or hooks of them leave something in attributes, which the step reads."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.seen, self.kept = how, {}, None
+        if how == "layer":
+            self.net[0] = Auxiliary(8, 16, dtype=torch.float64)
+        if how == "method":
+            self.net[0].register_forward_hook(self.keep)
+
+    def keep(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        self.kept = output
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.how == "dict" and batch_idx == 1:
+            for index in (0, 4):
+                self.net[index].register_forward_hook(lambda *args, index=index: self.seen.update({index: args[2]}))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        loss = loss + sum(value.square().mean() for value in self.seen.values())
+        if self.kept is not None:
+            loss = loss + self.kept.square().mean()
+        return loss + getattr(self.net[0], "auxiliary", 0)
+
+
+class Auxiliary(nn.Linear):
+    auxiliary: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        self.auxiliary = output.square().mean()
+        return output
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("how", "name"), [("layer", "auxiliary"), ("method", "kept"), ("dict", r"seen\[0\]")])
+def test_what_layers_of_other_stages_leave_in_attributes_is_refused(how: str, name: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"{name}, which a layer or a hook of it has set on another stage"):
+        fit(Attributes(how), "pipeline", 2)

@@ -64,6 +64,15 @@ class Sums(Net):
         return self.head(total + largest)
 
 
+class Keeps(Net):
+    """Keeps what early layers return, which the step reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first = self.stem(x)
+        self.seen = {"body": torch.tanh(self.body(self.first))}
+        return self.head(self.seen["body"])
+
+
 class Dense(Net):
     """Every block takes what all before it have computed; the output has a view of the first."""
 
@@ -119,6 +128,12 @@ class Trained(Base):
         for name, parameter in self.net.named_parameters():
             parameter.requires_grad_(not any(name.startswith(each) for each in unused) or net is Branches)
 
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if isinstance(self.net, Keeps):
+            loss = loss + (self.net.first + self.net.seen["body"]).square().mean()
+        return loss
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", self.training_step(batch, batch_idx))
 
@@ -129,9 +144,17 @@ SPLITS: dict[str, tuple[Any, int]] = {
     "zbv": (lambda: Pipeline(schedule="zbv", split=["net.body.0", "net.body.2", "net.body.4"]), 2),
     "fsdp": ("fsdp=2,pipeline=2", 4),
 }
-DAILY = {("two", Residual), ("two", InPlace), ("two", Sums), ("three", Dense), ("zbv", TwoOutputs), ("fsdp", Beside)}
+DAILY = {
+    ("two", Residual),
+    ("two", InPlace),
+    ("two", Sums),
+    ("two", Keeps),
+    ("three", Dense),
+    ("zbv", TwoOutputs),
+    ("fsdp", Beside),
+}
 """Each net under one split; the slow run has all."""
-NETS = (Residual, InPlace, Sums, Dense, Beside, TwoOutputs)
+NETS = (Residual, InPlace, Sums, Keeps, Dense, Beside, TwoOutputs)
 CASES = [
     pytest.param(
         split,
