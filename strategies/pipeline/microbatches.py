@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.strategies.base import Loss, StepFn, StepHooks
-from lockstep.strategies.data.batch_slices import cut, has_rows
+from lockstep.strategies.data.batch_slices import cut, has_rows, rebuilt
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import MicroBatch
 from lockstep.strategies.launch.rng import seed_streams
@@ -59,7 +59,8 @@ class Feed:
         """The user's step on a part, from random streams that begin alike on all stages."""
         seed_streams(mix(self.noise, index, 0))
         with refusing(_PARTS, every=True):
-            return self.step_fn(self.parts[index].batch, self.batch_idx)
+            part = self.parts[index]
+            return self.step_fn(rebuilt(part.batch, part.num_samples), self.batch_idx)  # which a step may change
 
     def prepare(self, index: int) -> None:
         """Called before a stage of this rank runs a part."""

@@ -171,3 +171,13 @@ def test_a_second_run_of_a_strategy_draws_from_its_own_seed() -> None:
         strategy.shard_loader(DataLoader(samples(), 8), seed=9)
         assert strategy._seed == seed
         strategy.teardown()
+
+
+class ChangesBatch(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch[0] = batch[0] * 2 - 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_batch_to_which_a_step_assigns_is_that_of_the_loader_on_each_stage() -> None:
+    exact(ChangesBatch, {"pipeline": 2}, max_epochs=1)
