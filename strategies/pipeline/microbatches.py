@@ -93,20 +93,36 @@ def runs(micro_batch: MicroBatch, num_parts: int) -> list[list[Part]]:
 
 def merged(outputs: list[tuple[Any, int]]) -> Any:
     """What a step has returned for the parts as what it would have returned for the whole: losses and other numbers
-    averaged, tensors joined."""
+    averaged, numbers of samples added, tensors and lists joined, and so for what dicts, tuples, and lists of tensors
+    with a row a sample, hold. Of anything else it is what the last part returned."""
     outputs = [(value, n) for value, n in outputs if value is not None]
     if len(outputs) <= 1:
         return outputs[0][0] if outputs else None
     first = outputs[0][0]
     if isinstance(first, Loss):
         return Loss(sum(value.total for value, _ in outputs), sum(value.count for value, _ in outputs))
-    if isinstance(first, Tensor):
-        if first.dim():
-            return torch.cat([value for value, _ in outputs])
+    if isinstance(first, Tensor) and first.dim():
+        return torch.cat([value for value, _ in outputs])
+    if isinstance(first, int) and not isinstance(first, bool) and all(value == n for value, n in outputs):
+        return sum(value for value, _ in outputs)
+    if isinstance(first, Tensor | float | int) and not isinstance(first, bool):
+        if not isinstance(first, Tensor) and all(value == first for value, _ in outputs):
+            return first
         return sum(value * n for value, n in outputs) / sum(n for _, n in outputs)
     if isinstance(first, Mapping):
         return {key: merged([(value[key], n) for value, n in outputs]) for key in first}
+    if isinstance(first, list | tuple):
+        return _merged_items(outputs)
     return outputs[-1][0]
+
+
+def _merged_items(outputs: list[tuple[Any, int]]) -> Any:
+    first = outputs[0][0]
+    of_rows = all(isinstance(t, Tensor) and t.dim() and len(t) == n for value, n in outputs for t in value)
+    if (of_rows or isinstance(first, tuple)) and all(len(value) == len(first) for value, _ in outputs):
+        items = [merged([(value[i], n) for value, n in outputs]) for i in range(len(first))]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    return type(first)(item for value, _ in outputs for item in value)
 
 
 def feeds_of(

@@ -181,3 +181,37 @@ class ChangesBatch(Base):
 
 def test_a_batch_to_which_a_step_assigns_is_that_of_the_loader_on_each_stage() -> None:
     exact(ChangesBatch, {"pipeline": 2}, max_epochs=1)
+
+
+class Both(NamedTuple):
+    features: Tensor
+    rate: float
+
+
+class Returns(Base):
+    """Returns beside its loss what hooks may read."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        x = batch[0].detach()
+        names = [f"{value:.6f}" for value in x[:, 0]]
+        held = {"pair": (x, x.mean()), "both": Both(x, 0.5), "names": names, "n": len(x), "number": float(x.mean())}
+        held |= {"rows": [x, 2 * x], "of_each": [row.sum() for row in x]}
+        return {"loss": loss, "held": held, "large": [i for i in names if float(i) > 0], "flag": True}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.trainer.strategy.topology.is_reporting_rank:
+            assert outputs is None
+            return
+        held, x, parted = outputs["held"], batch[0], outputs["flag"]
+        assert torch.equal(held["pair"][0], x) and torch.allclose(held["pair"][1], x.mean())
+        assert isinstance(held["both"], Both) and torch.equal(held["both"].features, x) and held["both"].rate == 0.5
+        assert held["names"] == [f"{value:.6f}" for value in x[:, 0]] and parted is True
+        assert all(map(torch.equal, held["rows"], (x, 2 * x))) and held["of_each"] == [row.sum() for row in x]
+        assert outputs["large"] == [name for name in held["names"] if float(name) > 0]
+        assert held["n"] == len(x) and abs(held["number"] - float(x.mean())) < 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp", "pipeline"])
+def test_what_a_step_returns_in_parts_is_that_of_the_batch(strategy: str) -> None:
+    fit(Returns(), strategy, 1 if strategy == "single" else 2)
