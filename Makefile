@@ -18,7 +18,7 @@ demo: .venv/.installed-demo ## Train the main example on handwritten digits
 test: .venv/.installed ## Run the tests of every day: all that start no process, and one case of each that does
 	$(TEST_ENV) $(BIN)/pytest --daily -n $(JOBS) --dist worksteal
 
-test-all: .venv/.installed ## Run every case of the tests but those of test-slow, in four times the time
+test-all: .venv/.installed ## Run every case of the tests but those of test-slow, in three to four times the time
 	$(TEST_ENV) $(BIN)/pytest -n $(JOBS) --dist worksteal
 
 test-fast: .venv/.installed ## Run the tests that start no process, in one to three minutes

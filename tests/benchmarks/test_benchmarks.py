@@ -109,6 +109,7 @@ def test_scaling(run: Run, tmp_path: Path) -> None:
     assert samples["10^4, DistributedSampler"]["peak_bytes"] > 8 * 10**4, "a number for each index"
 
 
+@pytest.mark.long
 def test_data(run: Run, tmp_path: Path) -> None:
     output, numbers = run("data", "--rounds", "2", "--batches", "5", file=tmp_path / "numbers.json")
     assert {f"{kind}, {who}" for kind in ("no workers", "2 workers") for who in ("bare loop", "lockstep")} <= set(

@@ -137,6 +137,7 @@ class FailsLate(Predicts):
         return super().predict_step(batch, batch_idx)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_run_that_fails_leaves_nothing(devices: int, tmp_path: Path) -> None:

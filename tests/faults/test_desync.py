@@ -164,6 +164,7 @@ def check_collectives(strategy: str, ranks: int, case: str, module: type[Odd] = 
         assert list(Path().glob("failed*")), "nobody checked the parameters"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "ranks", "case"),
     [
@@ -295,6 +296,7 @@ def check_lengths(strategy: str, ranks: int) -> None:
     assert stepped(ranks) == [12 // ranks - 1] * ranks, "the steps that all have batches for, and no other"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", [check_sizes, check_lengths])
 @pytest.mark.parametrize(
     ("strategy", "ranks"),

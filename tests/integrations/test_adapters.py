@@ -89,6 +89,7 @@ class Follows(Callback):
             module.model.base_model.model.model.norm.weight.mul_(1.01)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_frozen_weights_that_have_changed_are_saved_and_resumed(tmp_path: Path) -> None:
     def run(folder: Path, steps: int, ckpt_path: str | None = None) -> tuple[Any, str]:

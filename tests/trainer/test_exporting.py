@@ -83,6 +83,7 @@ class Exports(Net):
         self.print("refused")
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_sharded_module_is_exported_after_fit(capfd: pytest.CaptureFixture[str]) -> None:
     model: Any = Exports()

@@ -551,6 +551,7 @@ class Caching(Remembering):
     persistent = False
 
 
+@pytest.mark.long
 def test_a_buffer_that_grows_is_refused_unless_it_is_a_cache() -> None:
     with pytest.raises(RuntimeError, match=r"the shape of a buffer changed in a step \(seen\)"):
         fitted(Remembering(), "ddp", 2, n=UNEVEN)

@@ -20,6 +20,7 @@ def test_a_run_says_its_strategy_on_stderr(capfd: pytest.CaptureFixture[str]) ->
     assert "strategy SingleDevice: one cpu device\n" in err and "SingleDevice" not in out
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_the_level_holds_on_every_rank(capfd: pytest.CaptureFixture[str]) -> None:
     logging.getLogger("lockstep").setLevel(logging.ERROR)

@@ -81,6 +81,7 @@ class Tokens(Callback):
             )
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_tokens_are_exact_over_ranks_epochs_and_uneven_ends(devices: int, capfd: pytest.CaptureFixture[str]) -> None:

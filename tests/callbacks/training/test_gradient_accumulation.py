@@ -47,6 +47,7 @@ def test_steps_are_those_of_a_loop_by_hand() -> None:
     assert trainer.global_step == steps == trainer.estimated_stepping_batches == 7 + 3 + 4
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
 def test_two_ranks_step_as_one(strategy: str) -> None:

@@ -76,6 +76,7 @@ def test_ranks_that_read_in_other_orders_are_refused(loader: Any, options: dict[
         fit(loader, **options)
 
 
+@pytest.mark.long
 def test_evaluations_and_asynchronous_workers_are_compared_too() -> None:
     """A step compares nothing there."""
     loader = DataLoader(data(N), 4, sampler=OfThisProcess())

@@ -226,6 +226,7 @@ def test_buffers_are_those_of_rank_0(stage: int, tmp_path: Path) -> None:
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.long
 def test_the_caller_s_module_is_plain_again_and_another_engine_may_follow(capfd: pytest.CaptureFixture[str]) -> None:
     linear, module, twin = F.linear, net(), net()
     for stage in (3, 1):

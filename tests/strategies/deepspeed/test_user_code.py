@@ -300,6 +300,7 @@ class CountsCalls(Plain):
         return super().training_step(batch, batch_idx) * self.calls
 
 
+@pytest.mark.long
 def test_a_count_that_a_rank_without_samples_would_miss_is_refused() -> None:
     trainer = quiet(strategy=STAGES["3"](), accelerator="cpu", devices=2, split_batches=True)
     with pytest.raises(
@@ -350,6 +351,7 @@ def wait_for(file: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", ["2", "3"])
 @pytest.mark.parametrize("module", [UnevenExperts, UnevenBackwards])
 def test_layers_that_ranks_use_differently_are_named(

@@ -57,6 +57,7 @@ def signal_when_ready(tmp_path: Path) -> Iterator[Callable[[int], None]]:
     assert not stray
 
 
+@pytest.mark.long
 def test_ranks_may_return_after_sigterm(tmp_path: Path, signal_when_ready: Callable[[int], None]) -> None:
     signal_when_ready(signal.SIGTERM)
     assert launch(work_until_signalled, (tmp_path, "return"), 2) == "stopped"
@@ -81,6 +82,7 @@ def test_ranks_that_do_not_stop_are_killed_after_the_grace_period(
         launch(work_until_signalled, (tmp_path, "never"), 2, grace_s=1.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_third_signal_kills_ranks_that_do_not_stop_and_keeps_the_exit_code(
     signum: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -197,6 +197,7 @@ def test_unpicklable_work_is_refused_before_anything_starts(private_tmp: Path) -
     assert list(private_tmp.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_program_that_ends_without_ranks_does_not_wait_for_the_imports_of_its_server(
     program: Callable[[str], Program],
 ) -> None:

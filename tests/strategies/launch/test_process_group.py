@@ -53,6 +53,7 @@ def meet(init_method: str | None) -> tuple[set[str], float]:
     return {address for part in where if part for address in part}, total.item()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", [None, "tcp://127.0.0.1", "tcp://localhost", "env://", "file://"])
 def test_nothing_listens_beyond_loopback(method: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -167,6 +167,7 @@ def stubborn(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_named_and_the_others_are_gone(tmp_path: Path, private_tmp: Path) -> None:
     with pytest.raises(RankFailure, match=r"rank 1 was killed by SIGKILL \(step 7, in validation_step\)") as caught:
         launch(stubborn, (tmp_path,), 2)

@@ -101,6 +101,7 @@ def test_a_data_loader_that_blocks(workers: int) -> None:
     assert "in __getitem__" in text, "also from a worker of the loader"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "where",
     [
@@ -135,10 +136,12 @@ class Prepares(Net):
         time.sleep(0.6 * LIMIT_S)
 
 
+@pytest.mark.long
 def test_the_end_of_prepare_data_is_a_sign() -> None:
     quiet(strategy="ddp", devices=2).fit(Prepares(), loader(64))
 
 
+@pytest.mark.long
 def test_a_rank_whose_import_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     blocks = "import os, time\ntime.sleep(600 if os.environ.get('RANK') == '1' else 0)\n"
     waits = (

@@ -458,6 +458,7 @@ class Branches(Plain):
         return torch.cat([way(self.net(part)) for way, part in zip(self.ways, x.chunk(2), strict=True)]).square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="needs torch 2.13, and is refused before")
 def test_ranks_may_use_other_parameters_where_that_is_allowed() -> None:
     one, sharded = seeded(Branches), seeded(Branches)

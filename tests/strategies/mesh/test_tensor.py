@@ -152,6 +152,7 @@ def test_ranks_that_share_samples_share_noise_and_others_do_not() -> None:
     fit(MeshParallel("ddp=2,tensor=2"), "auto", seeded(Noisy, network=Other), text(8), max_epochs=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
 def test_optimizers_of_one_kernel_take_cut_and_whole_parameters(options: dict[str, Any]) -> None:
     class Fast(Odd):

@@ -296,6 +296,7 @@ def fit(strategy: Strategy, module: Module | None = None, loader: Any = None, **
     return trainer
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_no_rank_waits_for_another_within_a_round() -> None:
     fit(DiLoCo(period=4), devices=2, callbacks=[CountsCalls(4)], log_every_n_steps=1)

@@ -57,6 +57,7 @@ def in_groups_by_layer(model: nn.Module) -> Optimizer:
     return Rule([{"params": layer.parameters()} for layer in model["net"] if isinstance(layer, nn.Linear)], at_once)
 
 
+@pytest.mark.long
 def test_optimizers_that_read_other_parameters_are_refused_by_name(run_ranks: Callable[..., Any]) -> None:
     cases: dict[str, Callable[[nn.Module], Optimizer]] = {
         "coupled": lambda model: Rule(model.parameters(), by_global_norm),

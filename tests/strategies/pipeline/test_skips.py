@@ -174,6 +174,7 @@ def test_values_of_earlier_stages_are_exact(split: str, net: type[Net]) -> None:
     exact(lambda: Trained(net), {strategy: devices}, gradient_clip_val=0.5)
 
 
+@pytest.mark.long
 def test_layers_that_share_only_inputs_are_exact() -> None:
     exact(lambda: Trained(Branches), {"pipeline": 2, lambda: Pipeline(schedule="gpipe"): 3})
 

@@ -43,6 +43,7 @@ PAIRS = [(a, b) for a in [("single", 1), *LAYOUTS] for b in [("single", 1), *LAY
 DAILY_PAIRS = [(LAYOUTS[4], ("single", 1)), (LAYOUTS[0], LAYOUTS[3])]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("first", "then"),

@@ -63,6 +63,7 @@ def seeded(cls: type[Net], **kwargs: Any) -> Any:
     return cls(**kwargs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_run_resumes_without_the_base_that_a_hook_omitted(strategy: str, tmp_path: Path) -> None:
     whole, cut = seeded(WithoutBase), seeded(WithoutBase)

@@ -131,6 +131,7 @@ def test_a_second_save_waits_and_an_older_one_goes_only_once_the_newer_is_there(
     assert os.stat(tmp_path / "kept/last/model.safetensors").st_nlink == 2, "written once"
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(("rank", "waits"), [(0, False), (1, False), (1, True)], ids=["0 async", "1 async", "1 sync"])
 def test_a_failed_write_ends_all_ranks_within_a_step(

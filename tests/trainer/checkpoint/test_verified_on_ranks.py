@@ -86,6 +86,7 @@ def bytes_read() -> int:
     return int(line.split()[1])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="this kernel does not count what a process reads")
 @pytest.mark.parametrize(
     ("strategy", "devices", "stage", "path"),
@@ -259,6 +260,7 @@ def fit(devices: int, ckpt_path: Any = None, *callbacks: Callback, model: Net | 
     return trainer, weights(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("devices", "path"), [(1, "auto"), (2, "auto"), (2, "last")])
 def test_a_search_takes_the_next_older_checkpoint_and_says_so(devices: int, path: str) -> None:
     whole, expected = fit(devices)
@@ -337,6 +339,7 @@ class DamagesAndDies(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_restart_takes_the_next_older_checkpoint(devices: int) -> None:
     _, expected = fit(devices)

@@ -275,6 +275,7 @@ def test_signals_end_with_a_checkpoint_and_their_own_code(number: signal.Signals
     assert "Traceback" not in errors
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_the_modules_of_the_working_folder_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     """By the installed script too, which has only its own folder on the path."""

@@ -356,6 +356,7 @@ def test_a_gradient_that_reaches_such_parameters_in_a_later_step() -> None:
     quiet(accelerator="cpu", devices=1, max_steps=3).fit(GivenLater(), loader())
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_target_network_under_ddp(tmp_path: Path) -> None:
     options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "split_batches": True}

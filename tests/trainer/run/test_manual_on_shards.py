@@ -302,6 +302,7 @@ class Later(Net):
             optimizer.step()
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("scales", [False, True])
 def test_a_backward_of_one_rank_alone_is_refused_in_a_later_step_too(scales: bool) -> None:

@@ -213,6 +213,7 @@ def test_under_a_launcher_that_restarts_by_itself_it_is_refused(monkeypatch: pyt
         quiet(max_restarts=2).fit(net(), loader(16))
 
 
+@pytest.mark.long
 def test_from_the_command_line(
     monkeypatch: pytest.MonkeyPatch, repo_root: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

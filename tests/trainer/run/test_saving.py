@@ -44,6 +44,7 @@ class Stateless(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "make"),
@@ -122,6 +123,7 @@ class SavesWeights(Callback):
         trainer.save_checkpoint(self.path, weights_only=True)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_sharded_weights_are_saved_alone(tmp_path: Path) -> None:
     module = net()

@@ -131,6 +131,7 @@ def test_which_optimizers_need_a_closure(kind: Any, needs: bool) -> None:
     assert Counts.calls == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_closure_evaluates_the_step_where_the_parameters_are(kind: str) -> None:
     want = weights(by_hand(KINDS[kind]))

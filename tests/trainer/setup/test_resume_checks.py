@@ -100,6 +100,7 @@ def test_another_optimizer_or_scheduler_than_the_saved_one_is_refused_by_name(tm
         run(second, ckpt_path=tmp_path / "3")
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("devices", [1, 2])
 def test_rates_that_schedulers_have_moved_are_not_a_difference(tmp_path: Path, devices: int) -> None:

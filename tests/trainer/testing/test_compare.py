@@ -48,6 +48,7 @@ def make_net() -> Net:
     return Net(optimizer="SGD", lr=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_strategies_that_agree_pass(assert_same_run: Any) -> None:
     results = assert_same_run(
