@@ -9,7 +9,11 @@ root=$(mktemp -d /tmp/first-run-XXXXXX)
 
 leave() {
     for folder in "$@" /proc /dev; do umount "$root$folder" 2>/dev/null || true; done
-    mountpoint -q "$root/dev" || rm -rf --one-file-system "$root" "$root.log"
+    if grep -q " $root/" /proc/mounts; then  # never remove what is mounted there
+        echo "still mounted below $root: unmount it and remove the folder" >&2
+    else
+        rm -rf --one-file-system "$root" "$root.log"
+    fi
 }
 trap 'leave "$@"' EXIT
 
