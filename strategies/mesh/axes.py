@@ -29,8 +29,9 @@ from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.mesh.tensor_plan.altered import watch_hooks
 from lockstep.strategies.mesh.tensor_plan.apply import apply_plan
 from lockstep.strategies.modules.activation_checkpointing import is_recomputed
+from lockstep.strategies.modules.blocks import users_classes
 from lockstep.strategies.modules.meta import materialize as materialize
-from lockstep.strategies.modules.parameter_hooks import keeping_attributes, share_attributes
+from lockstep.strategies.modules.parameter_hooks import FORWARD, keeping_attributes, share_attributes, users_hooks
 from lockstep.strategies.sync.call_order import GATHER, REDUCE
 from lockstep.strategies.sync.tree import reduce_scatter
 
@@ -156,8 +157,9 @@ def _shard(
     taken = {id(p) for inner in wrapped.units for p in inner.parameters()}
     whole = unshardable(unit, taken)
     if compute_dtype is not None:
-        norms = {p for module in unit.modules() if _is_norm(module) for p in module.parameters(recurse=False)}
-        rest = {p for p in unit.parameters() if id(p) not in taken} - whole - norms
+        own = {p for p in unit.parameters() if id(p) not in taken}
+        norms = own & {p for module in unit.modules() if _is_norm(module) for p in module.parameters(recurse=False)}
+        rest = own - whole - norms
         if options.low_precision_gather == "all":
             whole |= norms
         elif unit is not wrapped and _computes_as_autocast(unit, rest, wrapped.model, options):
@@ -284,12 +286,11 @@ def _only_cast(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _reads_weights(module: nn.Module) -> bool:
-    """Whether the code of a class of the user names what holds weights, and so may compute with them by hand."""
-    others = ("torch", "builtins", "lockstep")
-    classes = [cls for cls in type(module).__mro__ if cls.__module__.split(".")[0] not in others]
-    methods = [
-        value for cls in classes for key, value in vars(cls).items() if not key.strip("_").startswith(_OUTSIDE_OF_STEPS)
-    ]
+    """Whether the code of a class of the user, or of a forward hook, names what holds weights, and so may compute with
+    them by hand."""
+    named = [item for cls in users_classes(module) for item in vars(cls).items()]
+    methods = [value for key, value in named if not key.strip("_").startswith(_OUTSIDE_OF_STEPS)]
+    methods += [hook for kind in FORWARD for _, hook in users_hooks(module, kind)]
     codes = [code for method in methods if (code := getattr(inspect.unwrap(method), "__code__", None)) is not None]
     for code in codes:  # grows
         if not _OF_WEIGHTS.isdisjoint((*code.co_names, *(held for held in code.co_consts if isinstance(held, str)))):

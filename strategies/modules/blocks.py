@@ -227,4 +227,9 @@ def _has_list(module: nn.Module) -> bool:
 
 def is_of_user(module: nn.Module) -> bool:
     """Whether its class has code of the user's; FSDP makes another class of it."""
-    return any(cls.__module__.partition(".")[0] not in _NOT_OF_USERS for cls in type(module).__mro__)
+    return bool(users_classes(module))
+
+
+def users_classes(module: nn.Module) -> list[type]:
+    """Its class and bases, but for those of torch and Lockstep."""
+    return [cls for cls in type(module).__mro__ if cls.__module__.partition(".")[0] not in _NOT_OF_USERS]

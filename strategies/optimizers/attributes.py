@@ -142,8 +142,11 @@ def kept(optimizer: Optimizer) -> dict[str, tuple[Any, Any]]:
 def put_back(optimizer: Optimizer, before: dict[str, tuple[Any, Any]]) -> list[str]:
     """Let the attributes be what they were when `kept` returned `before`. Returns the names of those that have changed
     and of which there is no copy."""
-    lost = []
-    for name, (mark, why) in _own_marks(optimizer).items():
+    now = _own_marks(optimizer)
+    lost = [name for name, (_, copied) in before.items() if name not in now and copied is None]
+    for name in before.keys() - now.keys() - set(lost):
+        _put(optimizer, name, copy.deepcopy(before[name][1]))
+    for name, (mark, why) in now.items():
         if name not in before:
             del vars(optimizer)[name]
         elif mark != before[name][0] and why:

@@ -549,6 +549,8 @@ class Block(nn.Module):
         super().__init__()
         self.kind = kind
         self.inner, self.outer, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        if kind == "hooked":
+            self.inner.register_forward_hook(lambda layer, args, output: output + layer.weight.pow(2).sum(0))
         if kind == "scale":
             self.scale = nn.Parameter(torch.rand(8))
         if kind == "double":
@@ -593,13 +595,36 @@ class ReadsInStep(InMixedPrecision):
 
 
 @pytest.mark.parametrize(
-    ("cls", "kinds", "stays"), [(InMixedPrecision, ("", "scale", "reads", "double"), None), (ReadsInStep, ("",), False)]
+    ("cls", "kinds", "stays"),
+    [(InMixedPrecision, ("", "scale", "reads", "double", "hooked"), None), (ReadsInStep, ("",), False)],
 )
 def test_float32_parts_of_a_step_see_float32_weights_in_mixed_precision(cls: Any, kinds: Any, stays: Any) -> None:
     """Blocks that only compute what autocast casts are gathered in 16 bits, and others are not: the bits of DDP."""
     one, sharded = seeded(lambda: cls(*kinds)), seeded(lambda: cls(*kinds))
     fit("ddp", 2, one, rows(16), precision="bf16-mixed", max_epochs=1)
     fit(FSDP(reshard_after_forward=stays), 2, sharded, rows(16), precision="bf16-mixed", max_epochs=1)
+    assert equal(weights(one), weights(sharded))
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.after = Block("scale"), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.block(x))
+
+
+class Nested(InMixedPrecision):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Outer() for _ in range(2))
+
+
+def test_a_block_in_16_bits_may_hold_one_in_float32() -> None:
+    one, sharded = seeded(Nested), seeded(Nested)
+    fit("ddp", 2, one, rows(16), precision="bf16-mixed", max_epochs=1)
+    fit(FSDP(wrap=[Outer, Block]), 2, sharded, rows(16), precision="bf16-mixed", max_epochs=1)
     assert equal(weights(one), weights(sharded))
 
 

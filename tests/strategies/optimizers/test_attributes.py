@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.callbacks import ModelCheckpoint
 from lockstep.strategies import ParameterServer
+from lockstep.strategies.optimizers.attributes import kept, put_back
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from tests.trainer.toy import Net, equal, loader, quiet, weights
 
@@ -198,3 +199,21 @@ def test_own_keys_that_cannot_be_saved_are_refused_before_the_first_step(
     run = quiet(strategy=strategy, devices=2, callbacks=[save], enable_checkpointing=True)
     with pytest.raises(ValueError, match=r"the state_dict of optimizer '0' \(OwnKeys.*\) has seen besides state and"):
         run.fit(NeverSteps(make), loader(8, 8))
+
+
+class Holds(torch.optim.SGD):
+    def __init__(self) -> None:
+        super().__init__([torch.zeros(1)], lr=0.1)
+        self.count, self.seen = 3, [1]
+        self.generator = torch.Generator()
+
+
+def test_what_a_client_changes_in_attributes_is_put_back() -> None:
+    optimizer = Holds()
+    before = kept(optimizer)
+    optimizer.count, optimizer.made = 5, True
+    del optimizer.seen
+    assert put_back(optimizer, before) == []
+    assert (optimizer.count, optimizer.seen, hasattr(optimizer, "made")) == (3, [1], False)
+    del optimizer.generator
+    assert put_back(optimizer, before) == ["generator"]
