@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, MutableMapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,6 +37,23 @@ def rebuilt(batch: Any, num_rows: int) -> Any:
         return _rows(batch, num_rows, 0, num_rows)
     except ValueError:
         return batch
+
+
+def parts_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name, then what else it or another object has in attributes."""
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    names = [field.name for field in fields if hasattr(value, field.name)]
+    names += sorted(getattr(value, "__dict__", {}).keys() - names)
+    return {name: getattr(value, name) for name in names}
+
+
+def made_of(kind: type, parts: Mapping[str, Any]) -> Any:
+    """An object of class `kind` with what `parts_of` gives: without what its `__init__` would do to the fields."""
+    base: Any = SimpleNamespace if issubclass(kind, SimpleNamespace) else object
+    made = base.__new__(kind)
+    for name, value in parts.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
 def has_rows(batch: Any, num_rows: int) -> bool:

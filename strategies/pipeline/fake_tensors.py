@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
-from types import SimpleNamespace
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves
 
+from lockstep.strategies.data.batch_slices import made_of, parts_of
 from lockstep.strategies.modules.absent import is_here
 
 MAX_KNOWN = 4096
@@ -56,17 +56,12 @@ def _holds_tensors(leaf: Any) -> bool:
 
 
 def _flatten_object(value: Any) -> tuple[list[Any], tuple[str, ...]]:
-    names = [field.name for field in fields(value) if hasattr(value, field.name)] if is_dataclass(value) else []
-    names += sorted(getattr(value, "__dict__", {}).keys() - names)
-    return [getattr(value, name) for name in names], tuple(names)
+    parts = parts_of(value)
+    return [*parts.values()], tuple(parts)
 
 
 def _unflatten_object(kind: type, values: Iterable[Any], names: Any) -> Any:
-    base: Any = SimpleNamespace if issubclass(kind, SimpleNamespace) else object
-    made = base.__new__(kind)  # it may check or derive values where it is made, which these already are
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)
-    return made
+    return made_of(kind, dict(zip(names, values, strict=True)))
 
 
 def is_object(value: Any) -> bool:

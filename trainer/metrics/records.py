@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from typing import Any
 
-Rebuild = Callable[[Any], Any]
+from lockstep.strategies.data import batch_slices
 
 
 def is_record(value: Any) -> bool:
@@ -24,8 +24,7 @@ def parts_of(record: Any) -> dict[str, Any]:
         return dict(zip(record._fields, record, strict=True))  # type: ignore[attr-defined]
     if isinstance(record, Mapping):  # such as the outputs of Hugging Face's models
         return dict(record)
-    names = [field.name for field in dataclasses.fields(record) if hasattr(record, field.name)]
-    return {name: getattr(record, name) for name in names} | getattr(record, "__dict__", {})
+    return batch_slices.parts_of(record)
 
 
 def make(kind: type, parts: Mapping[str, Any]) -> Any:
@@ -34,10 +33,7 @@ def make(kind: type, parts: Mapping[str, Any]) -> Any:
         return kind._make(parts[name] for name in kind._fields)  # type: ignore[attr-defined]
     if issubclass(kind, Mapping):
         return kind(**parts)
-    made = object.__new__(kind)
-    for name, value in parts.items():
-        object.__setattr__(made, name, value)
-    return made
+    return batch_slices.made_of(kind, parts)
 
 
 def plain(value: Any, kinds: list[str]) -> Any:
