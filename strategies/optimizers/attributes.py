@@ -140,8 +140,8 @@ def kept(optimizer: Optimizer) -> dict[str, tuple[Any, Any]]:
 
 
 def put_back(optimizer: Optimizer, before: dict[str, tuple[Any, Any]]) -> list[str]:
-    """Let the attributes be what they were when `kept` returned `before`. Returns the names of those that have changed
-    and of which there is no copy."""
+    """Let the attributes be what they were when `kept` returned `before`. Returns the names of changed
+    attributes that could not be copied."""
     now = _own_marks(optimizer)
     lost = [name for name, (_, copied) in before.items() if name not in now and copied is None]
     for name in before.keys() - now.keys() - set(lost):

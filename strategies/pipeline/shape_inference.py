@@ -304,7 +304,7 @@ class ShapeInference:
                 )
 
     def _handed_on(self, tensor: Tensor) -> Tensor:
-        """What stands for a tensor that a layer has returned, which may be one that it was given."""
+        """The stand-in for a tensor that a layer returned, which may be one of its arguments."""
         if is_fake(tensor):
             return tensor
         with self._mode:

@@ -166,7 +166,7 @@ class Run:
     """What has arrived for later stages or as skip connections, and what layers of this stage add to it; None before
     `received` is there."""
     hidden: list[tuple[Any, Any, Any, OfOtherStage]] = field(default_factory=list)
-    """What stands in attributes for what layers of earlier stages set: where, under which key, and in place of what."""
+    """Stand-ins in attributes that layers of earlier stages set: where, under which key, and the value they replace."""
     links: Links | None = None
     """Called where this stage begins and ends."""
 

@@ -94,13 +94,18 @@ class SavesIn(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def test_a_resumed_run_has_the_loaders_of_its_epoch(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_loaders_of_its_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5, "seed": 0}
     whole = Reloads()
     quiet(callbacks=[SavesIn(tmp_path / "c", 10)], accelerator="cpu", devices=1, **options).fit(whole)  # within epoch 3
     resumed, made = Reloads(), list[int]()
     make = resumed.train_dataloader
-    resumed.train_dataloader = lambda: [made.append(resumed.current_epoch), make()][1]  # type: ignore[method-assign]
+
+    def counted() -> Any:
+        made.append(resumed.current_epoch)
+        return make()
+
+    monkeypatch.setattr(resumed, "train_dataloader", counted)
     quiet(accelerator="cpu", devices=1, **options).fit(resumed, ckpt_path=tmp_path / "c")
     assert made == [2, 4] and resumed.loaded == whole.loaded == [0, 2, 4]
     assert equal(weights(whole), weights(resumed))
