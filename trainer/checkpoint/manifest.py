@@ -48,6 +48,20 @@ class UnusableCheckpointError(CheckpointError):
     """Whether a run was to begin from it, and nothing of the run has happened yet."""
 
 
+class refused:
+    """Turns what state and checkpoint disagree on into CheckpointError with the path."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, StopIteration)):
+            text = error.args[0] if isinstance(error, KeyError) and error.args else error
+            raise CheckpointError(f"checkpoint {self._path}: {text}") from error
+
+
 class MissingCheckpointError(UnusableCheckpointError, FileNotFoundError):
     """There is no checkpoint at a path."""
 

@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -21,6 +21,7 @@ import torch
 from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, pack, restore_model, unpack
 from lockstep.strategies.optimizers.saved_groups import is_alike
 from lockstep.trainer.checkpoint import convert, rank_state, schema, store
+from lockstep.trainer.checkpoint.manifest import refused
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from lockstep.trainer.hparams import Namespace, restored
 from lockstep.trainer.lightning_names import nearest
@@ -30,6 +31,7 @@ from lockstep.trainer.setup import frozen, resume
 
 if TYPE_CHECKING:
     from lockstep.callbacks._support.parameter_state import ParameterState
+    from lockstep.callbacks.base import Callback
     from lockstep.strategies.base import Strategy
     from lockstep.trainer.module import Module
     from lockstep.trainer.run.hooks import Calls
@@ -138,7 +140,8 @@ def _shared_state(
 
 def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
     """Put a run back to where `checkpoint` was saved. Every rank calls it, after everything is built."""
-    state, read = checkpoint.state, checkpoint.read
+    state = checkpoint.state
+    _restore_trainability(run, module, checkpoint)
     _restore_training(run, checkpoint, resume.are_assigned(state.get("configured")))
     with refused(checkpoint.path):
         progress, loader = run.progress, run.train_dataloader
@@ -147,8 +150,6 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
             loader.plan != state["windows"] and loader.batch_size is not None
         ):  # other batches, as the user wants: count them so
             progress.batches_seen = -(-progress.samples_seen * loader.num_micro_batches // loader.batch_size)
-        if run.datamodule is not None:
-            run.datamodule.load_state_dict(unpack(state["datamodule"], read))
         for name, value in state["metrics"].items():
             run.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
             run.measured_at[name] = run.progress.global_step
@@ -156,6 +157,13 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
             shown.update({n: torch.tensor(value, dtype=torch.float64) for n, value in state.get(key, {}).items()})
 
         rank_state.restore(run, module, checkpoint)
+
+
+def restore_datamodule(run: RunState, checkpoint: Checkpoint) -> None:
+    """Give the DataModule what it had saved, before it makes loaders. Every rank calls it."""
+    if run.datamodule is not None and "datamodule" in checkpoint.state:  # imported weights have none
+        with refused(checkpoint.path):
+            run.datamodule.load_state_dict(unpack(checkpoint.state["datamodule"], checkpoint.read))
 
 
 def rewind(run: RunState, checkpoint: Checkpoint) -> None:
@@ -182,14 +190,17 @@ def load_extra(run: RunState, checkpoint: Checkpoint) -> None:
     run.attributes.note_loaded()
 
 
-def weights_for(module: Any, checkpoint: Checkpoint, strategy: Strategy | None = None) -> Reader:
-    """The weights to load into `module`, after its `on_load_checkpoint`, which may build layers in it and change them:
-    those of rank 0 of `strategy`, of which every rank calls it before the model is wrapped."""
+def weights_for(
+    hooks: Iterable[Callable[[HookContent], Any]], checkpoint: Checkpoint, strategy: Strategy | None = None
+) -> Reader:
+    """The weights to load into a module, after the `on_load_checkpoint` of it and of callbacks, which may build layers
+    in it and change them: those of rank 0 of `strategy`, of which every rank calls it before the model is wrapped."""
     if "module" not in checkpoint.state:  # imported weights have none
         return checkpoint
     with refused(checkpoint.path):
         extra = _content(checkpoint)
-        module.on_load_checkpoint(extra)
+        for hook in hooks:
+            hook(extra)
         return hook_content.edited(checkpoint, extra.weights, strategy)
 
 
@@ -210,7 +221,7 @@ def check_configured(run: RunState, checkpoint: Checkpoint) -> None:
         resume.check(checkpoint.path, saved, run.configured, same_world, run.is_global_zero)
 
 
-def restore_trainability(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
+def _restore_trainability(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
     """Freeze and unfreeze what the saved run had frozen and unfrozen since it began. Every rank calls it."""
     with refused(checkpoint.path):
         changed: dict[str, bool] = {}
@@ -251,17 +262,21 @@ def restore_optimizers(run: RunState, checkpoint: Checkpoint) -> None:
 
 
 def _restore_training(run: RunState, checkpoint: Checkpoint, without_optimizers: bool = False) -> None:
-    state, read = checkpoint.state, checkpoint.read
     if without_optimizers:
         restore_weights(run, checkpoint.path, checkpoint)
     else:
         restore_optimizers(run, checkpoint)
+    _say_what_is_dropped(run, checkpoint)
+    restore_callbacks(run, checkpoint, run.callbacks)
+
+
+def restore_callbacks(run: RunState, checkpoint: Checkpoint, callbacks: Iterable[Callback]) -> None:
+    """Give callbacks what they had saved. Every rank calls it."""
+    states = checkpoint.state.get("callbacks", {})
     with refused(checkpoint.path):
-        _say_what_is_dropped(run, checkpoint)
-        for callback in run.callbacks:
-            if callback.state_key in state["callbacks"]:
-                saved = unpack(state["callbacks"][callback.state_key], read)
-                publish.load_state_of(run, callback, saved)
+        for callback in callbacks:
+            if callback.state_key in states:
+                publish.load_state_of(run, callback, unpack(states[callback.state_key], checkpoint.read))
 
 
 def _saved_beside(run: RunState, checkpoint: Checkpoint) -> dict[str, ParameterState]:
@@ -338,7 +353,7 @@ def load_module(
             f"checkpoint {path} cannot be used: state.json has no valid hyperparameters; load another one"
         )
     module = _built(cls, *_arguments(hparams, name, unsaved), overrides, path)
-    weights = weights_for(module, checkpoint)
+    weights = weights_for((module.on_load_checkpoint,), checkpoint)
     with refused(path):
         frozen.check_module(weights, module)
         restore_model(module, weights, strict)
@@ -380,17 +395,3 @@ def _built(cls: Any, saved: dict[str, Any], unsaved: list[str], overrides: dict[
     module = cls(**given)
     module.configure_model()
     return module
-
-
-class refused:
-    """Turns what state and checkpoint disagree on into CheckpointError with the path."""
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, StopIteration)):
-            text = error.args[0] if isinstance(error, KeyError) and error.args else error
-            raise CheckpointError(f"checkpoint {self._path}: {text}") from error

@@ -13,12 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.callbacks._support.printing import safe_print
+from lockstep.callbacks.base import Callback
 from lockstep.strategies.base import StepHooks
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.launch.phase import set_phase
 from lockstep.strategies.sync.collective_fingerprint import once_a_sample
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
-from lockstep.trainer.checkpoint.snapshot import restore_weights, weights_for
+from lockstep.trainer.checkpoint.snapshot import (
+    restore_callbacks,
+    restore_datamodule,
+    restore_weights,
+    weights_for,
+)
 from lockstep.trainer.metrics.buffers import EvaluatedBuffers
 from lockstep.trainer.metrics.entry import Reduced, nowhere
 from lockstep.trainer.metrics.gathering import gather_items, gather_values
@@ -120,16 +126,19 @@ def check_step(module: Module, stage: str) -> None:
 
 def run_stage(run: RunState, module: Module, sources: Sources, stage: str) -> Any:
     """`Trainer.validate`, `test` and `predict` on one rank: metrics by loader, or predictions in dataset order."""
-    kind = KINDS[stage]
+    kind, checkpoint = KINDS[stage], run.resumed
+    if checkpoint is not None:
+        restore_datamodule(run, checkpoint)
     source = sources.get(module, kind)
     if not loaders_of(source):
         raise ValueError(f"{stage} needs data: give dataloaders, or a DataModule or Module with {kind}_dataloader")
     run.given_loaders[kind] = source
     loaders = evaluation_loaders(run, source, kind)
-    weights = None if run.resumed is None else weights_for(module, run.resumed, run.strategy)
+    weights = None if checkpoint is None else weights_for(run.hooks.on_load_checkpoint, checkpoint, run.strategy)
     held_parameters.set_up(run, module)
-    if run.resumed is not None and weights is not None:
-        restore_weights(run, run.resumed.path, weights)
+    if checkpoint is not None and weights is not None:
+        restore_weights(run, checkpoint.path, weights)
+        restore_callbacks(run, checkpoint, filter(_has_own_state, run.callbacks))
     training_metrics = run.metrics
     outputs = evaluate(run, module, loaders, stage)
     run.metrics = training_metrics  # of a fit before, which can still be saved
@@ -144,6 +153,11 @@ def run_stage(run: RunState, module: Module, sources: Sources, stage: str) -> An
     if not run.is_global_zero:
         return None
     return ordered[0] if len(ordered) == 1 else ordered
+
+
+def _has_own_state(callback: Callback) -> bool:
+    """Whether user code reads its state, which an evaluation may need; Lockstep's callbacks keep records of a fit."""
+    return not type(callback).load_state_dict.__module__.startswith("lockstep.")
 
 
 def validate_in_fit(run: RunState, module: Module, loaders: list[ShardedLoader]) -> None:

@@ -23,7 +23,7 @@ from lockstep.strategies.launch.rng import kept_streams, take_first_streams
 from lockstep.strategies.launch.watchdog import SETTING_UP, where
 from lockstep.strategies.modules.hook_ids import reserve_hook_ids
 from lockstep.strategies.modules.sharded_errors import explanation
-from lockstep.trainer.checkpoint.snapshot import refused
+from lockstep.trainer.checkpoint.manifest import refused
 from lockstep.trainer.lightning_names import MODULE, missing
 from lockstep.trainer.metrics.sync import synced_metrics
 from lockstep.trainer.module import Module, attach

@@ -24,6 +24,7 @@ from lockstep.strategies.optimizers.attributes import Attributes
 from lockstep.strategies.optimizers.hidden_state import ModelParameters
 from lockstep.strategies.optimizers.saved_groups import saves_itself
 from lockstep.trainer.checkpoint import snapshot, store
+from lockstep.trainer.checkpoint.manifest import refused
 from lockstep.trainer.run.hooks import Hooks
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def _save_weights(
     extra = snapshot.added_by_hooks(run, module, gathered, hooks, resumable=False, alone=alone)
     tensors = gathered.tensors
     kept = tensors if topology.rank == 0 else {}
-    with snapshot.refused(path):
+    with refused(path):
         state = {
             "progress": run.progress.state_dict(),
             "strategy": gathered.meta,

@@ -90,6 +90,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     if checkpoint is not None:
         now = strategy.virtual_ranks if strategy.capabilities.exact else 0
         resume.check_virtual_ranks(checkpoint.path, checkpoint.state.get("virtual_ranks", 0), now)
+        snapshot.restore_datamodule(run, checkpoint)
     reload = Reload.of(run, module, sources)
     with nullcontext() if reload is None else reload.at_its_epoch():
         source = combined(sources.get(module, "train"))
@@ -121,7 +122,6 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     frozen.note(run, module)
     run.attributes.begin()
     if checkpoint is not None:
-        snapshot.restore_trainability(run, module, checkpoint)
         snapshot.restore(run, module, checkpoint)
     _train_mode(module)
     strategy.adopt_changes(run.wrapped)  # what configure_optimizers and on_load_checkpoint did

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from lockstep import DataModule
+from lockstep.callbacks import Callback, ModelCheckpoint
 from tests.trainer.toy import Net, data, net, quiet
 
 
@@ -88,3 +89,69 @@ def test_a_checkpoint_is_evaluated_on_what_was_split_off(tmp_path: Path) -> None
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_all_ranks_split_alike(tmp_path: Path, strategy: str) -> None:
     fitted(tmp_path, strategy=strategy, devices=2, accelerator="cpu")
+
+
+# ---- what DataModules and callbacks have saved ----------------------------------------------------------------
+
+
+class Scaled(DataModule):
+    """Makes loaders by what it knows, which checkpoints have."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.used = scale, []
+
+    def train_dataloader(self) -> Any:
+        self.used = [*self.used, self.scale]
+        return DataLoader(data(24), batch_size=8)
+
+    val_dataloader = train_dataloader
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale = state["scale"]
+
+
+class Counting(Callback):
+    """What an evaluation may need of a run, such as an average of the weights."""
+
+    def __init__(self) -> None:
+        self.steps = self.added = 0
+        self.at_start: tuple[int, int] | None = None
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.steps += 1
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.at_start = self.steps, self.added
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict["steps"]
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["added"] = 7
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.added = checkpoint["added"]
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.ranks)])
+def test_a_checkpoint_gives_datamodules_and_callbacks_their_state_first(tmp_path: Path, devices: int) -> None:
+    kept = ModelCheckpoint(dirpath=tmp_path, save_top_k=-1)
+    options: dict[str, Any] = {"devices": devices, "accelerator": "cpu", "enable_checkpointing": True}
+    trainer = quiet(max_epochs=2, callbacks=[Counting(), kept], **options)
+    trainer.fit(net(), datamodule=Scaled(3.0))
+    path, paths = sorted(tmp_path.glob("epoch=0*"))[0], kept.best_model_path
+
+    resumed, steps = Scaled(1.0), trainer.global_step // 2
+    quiet(max_epochs=2, callbacks=Counting(), devices=devices).fit(net(), datamodule=resumed, ckpt_path=path)
+    assert set(resumed.used) == {3.0}, "loaders are made of what was saved"
+    evaluated, counting = Scaled(1.0), Counting()
+    quiet(callbacks=counting, devices=devices).validate(net(), datamodule=evaluated, ckpt_path=path, verbose=False)
+    assert evaluated.used == [3.0] and counting.at_start == (steps, 7)
+    trainer.validate(net(), datamodule=Scaled(1.0), ckpt_path=path, verbose=False)
+    assert kept.best_model_path == paths, "the records of a fit are not those of an older checkpoint"
