@@ -58,7 +58,7 @@ docs: .venv/.installed ## Build the site into build/docs; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs
 	@echo "open build/docs/index.html"
 
-bench: .venv/.installed-bench ## Measure against a hand-written loop and against peers (one part: .venv/bin/python -m benchmarks.NAME)
+bench: .venv/.installed ## Measure against a hand-written loop and against peers (one part: .venv/bin/python -m benchmarks.NAME)
 	@set -e; mkdir -p build/bench; for file in benchmarks/[a-z]*.py; do name=$$(basename "$$file" .py); echo "---- $$name"; \
 		case $$name in methods|slow_link|local_updates|federated) ;; pipeline_bubble) $(BIN)/python -m benchmarks.$$name ;; *) $(BIN)/python -m benchmarks.$$name --json build/bench/$$name.json ;; esac; done
 
@@ -70,7 +70,7 @@ clean: ## Remove the environment, caches and build results; runs stay
 	$(PYTHON) -m venv .venv
 
 .venv/.installed: setup.cfg pyproject.toml constraints.txt | .venv/bin/python
-	$(INSTALL) --editable '.[dev,docs,examples,deepspeed,wandb,mlflow,onnx,transformers]'
+	$(INSTALL) --editable '.[dev,docs,examples,bench,deepspeed,wandb,mlflow,onnx,transformers]'
 	$(INSTALL) --no-deps timm  # without torchvision: one that was built for another torch breaks all that imports it
 	@touch $@
 
@@ -78,6 +78,3 @@ clean: ## Remove the environment, caches and build results; runs stay
 	$(INSTALL) --editable '.[examples]'
 	@touch $@
 
-.venv/.installed-bench: .venv/.installed
-	$(INSTALL) --editable '.[bench]'
-	@touch $@

@@ -168,3 +168,17 @@ def _(pl: Any, folder: Path) -> Any:
         return scores.sum()
 
     return seen(lambda: on_two_ranks(pl, classifier(pl, training_step=training_step)())["flows"])
+
+
+@differs("saves of the same name with `save_top_k=-1`", ["same.ckpt"], ["same-v1.ckpt", "same.ckpt"])
+def _(pl: Any, folder: Path) -> Any:
+    callback = pl.callbacks.ModelCheckpoint(folder, "same", save_top_k=-1)
+    fit(pl, classifier(pl)(), callbacks=callback, enable_checkpointing=True, max_epochs=2)
+    return _files(folder)
+
+
+@differs("`check_val_every_n_epoch` above 1 without validation", [], ["a.ckpt"])
+def _(pl: Any, folder: Path) -> Any:
+    callback = pl.callbacks.ModelCheckpoint(folder, "a")
+    fit(pl, classifier(pl)(), callbacks=callback, enable_checkpointing=True, check_val_every_n_epoch=2)
+    return _files(folder)

@@ -258,3 +258,32 @@ def _(pl: Any, folder: Path) -> Any:
 
     fit(pl, classifier(pl, configure_optimizers=configure_optimizers, on_train_batch_end=on_train_batch_end)())
     return rates
+
+
+@differs("`frequency` of a scheduler by step", 2, 3)
+def _(pl: Any, folder: Path) -> Any:
+    counted: list[int] = []
+
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 2}}
+
+    def lr_scheduler_step(self: Any, scheduler: Any, metric: Any) -> None:
+        counted.append(1)
+        scheduler.step()
+
+    module = classifier(pl, configure_optimizers=configure_optimizers, lr_scheduler_step=lr_scheduler_step)
+    fit(pl, module(), loader(12), max_epochs=2)
+    return len(counted)
+
+
+@differs("`dataloader_idx` of hooks with `*args` in evaluation", [2], [3])
+def _(pl: Any, folder: Path) -> Any:
+    given: list[int] = []
+
+    def on_validation_batch_start(self: Any, *args: Any) -> None:
+        given.append(len(args))
+
+    fit(pl, classifier(pl, on_validation_batch_start=on_validation_batch_start)(), val=loader(4))
+    return given
