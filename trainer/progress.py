@@ -28,6 +28,10 @@ class Progress:
     """The validation at the end of the running epoch is done."""
     epoch_closed: bool = False
     """The hooks at the end of the running epoch are done."""
+    validated_at: int = 0
+    """`global_step` of the last validation; 0 for none."""
+    ended_at: int = 0
+    """`global_step` at which training ended within the running epoch, with what it had measured shown; 0 for none."""
 
     def end_epoch(self) -> None:
         """Begin the next epoch."""
@@ -39,6 +43,7 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        state = {"validated_at": 0, "ended_at": 0, **state}  # which older checkpoints do not have
         if set(state) != set(asdict(self)):
             raise ValueError(f"progress must hold {sorted(asdict(self))}, but the checkpoint has {sorted(state)}")
         for name, value in state.items():

@@ -8,8 +8,7 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import StepHooks, StepResult, StepVote
+from lockstep.strategies.base import StepHooks, StepResult
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.phase import CALLBACKS, END_OF_STEP, OPTIMIZER_STEP, set_phase
 from lockstep.trainer.run import evaluate, publish, saving
@@ -43,7 +42,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     optimizers, handles, automatic = list(run.optimizers.values()), run.user_optimizers, module.automatic_optimization
     step_hooks, clip = step_hooks_of(run, loop, automatic), None if strategy.capabilities.local_steps else loop.clip
     apart = not strategy.capabilities.synchronous
-    while not saving.is_finished(run):
+    while not saving.is_finished(run) or _ends_open(run, loop):
         stop, windows = _begin_epoch(run, module, loop)
         steps_before, batches_before = progress.global_step, progress.batches_seen
         while not stop:
@@ -92,7 +91,7 @@ def step_hooks_of(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
     prepare, can = partial(_prepared, run, loop), run.strategy.capabilities
     meets = can.synchronous and (run.world_size > 1 or not can.runs_step_once)
     hooks = StepHooks(
-        vote=partial(vote, run, meets, run.world_size > 1),
+        vote=partial(saving.vote, run, meets, run.world_size > 1),
         log_scope=run.metrics.part,
         before_backward=loop.before_backward,
         after_backward=loop.after_backward,
@@ -123,6 +122,17 @@ def _begin(run: RunState, module: Module, loop: FitLoop) -> None:
         run.attributes.note_begun()
 
 
+def _ends_open(run: RunState, loop: FitLoop) -> bool:
+    """Whether a resumed run trains no more, but was saved before the end of its epoch or of training, with all that
+    comes then."""
+    progress = run.progress
+    if not progress.batches_seen or (run.max_epochs is not None and progress.current_epoch >= run.max_epochs):
+        return False
+    if run.max_steps is not None and progress.global_step > run.max_steps:  # it was given fewer than before
+        return False
+    return loop.epoch_is_over(progress) or progress.ended_at != progress.global_step
+
+
 def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, Iterator[Window]]:
     """Whether to stop at once, and the epoch's windows from where the run is."""
     progress = run.progress
@@ -135,11 +145,11 @@ def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, It
             prepare.change_accumulation(run, loop)
     if follow_training(run, loop.train_loader):
         prepare.measure_again(run, loop)
-    stop = saving.agree_to_stop(run)
+    stop = saving.agree_to_stop(run) or saving.is_at_last_step(run)
     run.should_stop, run.asked_to_stop = run.should_stop or run.asked_to_stop, False
     if loop.val_every is not None and _validation_is_due(run, loop):  # the resumed checkpoint was saved just before it
         _validate(run, module, loop)
-        stop = saving.agree_to_stop(run)
+        stop |= saving.agree_to_stop(run)
     return stop, loop.train_loader.windows(progress.current_epoch, progress.samples_seen, loop.limit)
 
 
@@ -193,7 +203,7 @@ def finish_window(
     if stepped and guards.compares_every is not None and progress.global_step % guards.compares_every == 0:
         guards.compare_replicas()
     metrics.in_batch, metrics.weight = False, 1.0
-    done = run.max_steps is not None and progress.global_step >= run.max_steps
+    done = saving.is_at_last_step(run)
     if result.stop > 1 and not done:  # a signal's number, or an asynchronous save that failed
         raise saving.interrupted(run)
     stop = False
@@ -210,8 +220,7 @@ def _finish_epoch(
     progress = run.progress
     run.strategy.synchronize(run.wrapped)
     check_orders(run, [] if run.strategy.capabilities.synchronous else [loop.train_loader], "training")
-    resumed_at_its_end = 0 < batches_before == progress.batches_seen
-    if progress.global_step == steps_before and run.max_epochs is None and not stop and not resumed_at_its_end:
+    if progress.global_step == steps_before and run.max_epochs is None and not stop and not batches_before:
         raise ValueError(
             f"no batch of epoch {progress.current_epoch} led to an optimizer step, so the run would not end; "
             "let training_step return a loss"
@@ -226,7 +235,7 @@ def _finish_epoch(
 def _finish(run: RunState, module: Module, loop: FitLoop, optimizers: list[Optimizer]) -> None:
     """The end of training: what must hold of it, and its hooks."""
     loop.guards.finish()
-    if loop.windows_seen and not _learned(run, loop) and module.automatic_optimization:
+    if loop.windows_seen and run.resumed is None and not _learned(run, loop) and module.automatic_optimization:
         raise ValueError(
             f"training_step of {type(module).__name__} returned a loss in none of the run's {loop.windows_seen} steps, "
             "so nothing was trained; return a loss, or set automatic_optimization = False and step by hand"
@@ -248,24 +257,6 @@ def _learned(run: RunState, loop: FitLoop) -> bool:
     if run.strategy.capabilities.synchronous:
         return loop.learned
     return bool(run.strategy.all_reduce(torch.tensor(int(loop.learned)), "max"))
-
-
-def vote(run: RunState, meets: bool, several: bool) -> StepVote:
-    """This rank's vote in a step; with `meets` ranks are to step alike, with `several` there are other ranks."""
-    metrics = run.metrics
-    stop = run.signals.number or int(run.should_stop)
-    if run.saving is not None and run.saving.failure is not None:
-        stop = saving.SAVE_FAILED
-    rates = _hash_of_rates(run.optimizers.values()) if meets else 0
-    cast = StepVote(stop, metrics.keys_hash, metrics.names, rates)
-    return cast._replace(order=run.train_dataloader.order) if several else cast
-
-
-def _hash_of_rates(optimizers: Iterable[Optimizer]) -> int:
-    """A hash of what each rank is to step with alike."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    rates = [group.get(name) for group in groups for name in ("lr", "momentum", "betas", "weight_decay")]
-    return zlib.crc32(repr([rate for rate in rates if isinstance(rate, float | int | tuple)]).encode())
 
 
 def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBatch]:
@@ -335,7 +326,7 @@ def _validate(run: RunState, module: Module, loop: FitLoop) -> None:
         progress.validations = (
             progress.total_batches if run.arguments.check_val_every_n_epoch is None else progress.batches_seen
         ) // loop.val_every
-    loop.validated_at = progress.global_step
+    progress.validated_at = progress.global_step
     evaluate.validate_in_fit(run, module, loop.val_loaders)
 
 
@@ -355,7 +346,7 @@ def _close_epoch(run: RunState, module: Module, loop: FitLoop) -> None:
         progress.epoch_closed = True
         for hook in hooks.on_train_epoch_end:
             evaluate.call_at_epoch_end(run, hook, "on_train_epoch_end")
-        publish.publish(run, metrics.reduce(run.strategy, epoch_end=True))
+    publish.publish(run, metrics.reduce(run.strategy, epoch_end=True))  # of callbacks, before ModelCheckpoint saves
     _step_schedulers(run, module, "epoch")
     progress.end_epoch()
     metrics.samples = 0
@@ -368,7 +359,8 @@ def _finish_early(run: RunState, module: Module, loop: FitLoop) -> None:
     """Training ends within an epoch: show what it has measured so far and validate, but leave the epoch open for a
     resumed run."""
     publish.publish(run, run.metrics.reduce(run.strategy, epoch_end=True, reset=False))
-    if loop.val_loaders and loop.validated_at != run.progress.global_step:
+    run.progress.ended_at = run.progress.global_step
+    if loop.val_loaders and run.progress.validated_at != run.progress.global_step:
         _validate(run, module, loop)
 
 

@@ -6,7 +6,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lockstep.callbacks.guard import check_replicas
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
-from lockstep.strategies.base import Topology
+from lockstep.strategies.base import StepVote, Topology
 from lockstep.strategies.checkpoint_state import State, gather_state, pack
 from lockstep.strategies.launch import environment
 from lockstep.strategies.optimizers.attributes import Attributes
@@ -250,11 +252,31 @@ def agree_to_stop(run: RunState) -> bool:
     return bool(stop) and may_stop(run)
 
 
+def vote(run: RunState, meets: bool, several: bool) -> StepVote:
+    """This rank's vote in a step; with `meets` ranks are to step alike, with `several` there are other ranks."""
+    metrics = run.metrics
+    stop = run.signals.number or int(run.should_stop)
+    if run.saving is not None and run.saving.failure is not None:
+        stop = SAVE_FAILED
+    rates = _hash_of_rates(run.optimizers.values()) if meets else 0
+    cast = StepVote(stop, metrics.keys_hash, metrics.names, rates)
+    return cast._replace(order=run.train_dataloader.order) if several else cast
+
+
+def _hash_of_rates(optimizers: Iterable[Optimizer]) -> int:
+    """A hash of what each rank is to step with alike."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    rates = [group.get(name) for group in groups for name in ("lr", "momentum", "betas", "weight_decay")]
+    return zlib.crc32(repr([rate for rate in rates if isinstance(rate, float | int | tuple)]).encode())
+
+
 def is_finished(run: RunState) -> bool:
     """Whether training has reached its end, or all ranks agree to stop. Every rank calls it."""
     progress = run.progress
     if run.max_epochs is not None and progress.current_epoch >= run.max_epochs:
         return True
-    if run.max_steps is not None and progress.global_step >= run.max_steps:
-        return True
-    return agree_to_stop(run)
+    return is_at_last_step(run) or agree_to_stop(run)
+
+
+def is_at_last_step(run: RunState) -> bool:
+    return run.max_steps is not None and run.progress.global_step >= run.max_steps

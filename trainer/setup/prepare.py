@@ -68,8 +68,6 @@ class FitLoop:
     guards: Guards
     reload: Callable[[FitLoop], None] | None
     """Makes the loaders again if that is due in this epoch."""
-    validated_at: int = -1
-    """`global_step` of the last validation."""
     publishes: bool = False
     """Whether values are due to be published, as soon as all ranks meet."""
     windows_seen: int = 0
