@@ -45,6 +45,9 @@ from lockstep.strategies.pipeline.microbatches import merged
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.step import weighted_losses
 from lockstep.strategies.sync.buffers import kept_buffers, refusing_counts
+from lockstep.strategies.sync.counts import PartialCounts
+
+_INSTEAD = "count in on_train_batch_start or on_train_batch_end, or self.log it"
 
 
 class DataParallel(SPMDStrategy):
@@ -78,6 +81,7 @@ class DataParallel(SPMDStrategy):
         self._draws = True
         self._suspects: set[str] = set()
         """Buffers that may count samples."""
+        self._counts: PartialCounts | None = None
         self._cutter: SampleCutter | None = None
 
     def configure(
@@ -95,6 +99,7 @@ class DataParallel(SPMDStrategy):
         self._cutter = None
         self._draws = True  # until the first window has shown that it does not
         self._suspects.clear()
+        self._counts = None
         self._threads = ThreadPoolExecutor(self.num_devices, thread_name_prefix="replica")
         return self.topology
 
@@ -145,10 +150,13 @@ class DataParallel(SPMDStrategy):
             forward = functools.partial(self._forward, micro_batch.batch_idx)
             held, own = functools.partial(kept_buffers, wrapped), slices[0][1]
             counts = refusing_counts(held, own, micro_batch.num_samples, self.name, [slices[0][0]], self._suspects)
+            self._counts = self._counts or PartialCounts({"": wrapped}, len(slices), self.name, _INSTEAD)
+            self._counts.begin()
             with counts, refusing_forward_mode():
                 outputs = self._run(
                     forward, range(len(slices)), replicas, steps, [part for part, _ in slices], contexts
                 )
+            self._counts.end(own, slices[0][0], detach(outputs[0]))
             if hooks.vote().rates != rates:
                 raise RuntimeError(
                     "training_step changed a learning rate, momentum or weight decay, and strategy 'dp' runs it on "

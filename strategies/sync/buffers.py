@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lockstep.strategies.sync.collectives import local
 from lockstep.strategies.sync.contents import same_values
+from lockstep.strategies.sync.counts import sizes_and_sums
 
 if TYPE_CHECKING:
     from lockstep.strategies.data.sharded_loader import Window
@@ -45,31 +45,27 @@ def refusing_counts(
     tensor in all of this rank's `batches`, not by the `total` samples of the step: it counts samples or tokens, alike
     on all ranks, but not as one process does.
 
-    One that grows by another multiple of `own`, as the largest length of a batch may, is among `suspects` first, and
-    refused if it does so in a later step too.
+    One that grows by another multiple of `own`, as the largest length of a batch may, or by the sum of a tensor, such
+    as a mask, is among `suspects` first, and refused if it does so in a later step too.
     """
     before = _numbers(held()) if 1 < own < total else {}
     yield
     grown = {name: now - before[name] for name, now in (_numbers(held()) if before else {}).items() if name in before}
+    grown = {name: number for name, number in grown.items() if number > 0 and number != total}
+    elements, sums = sizes_and_sums(batches) if grown else (set[int](), set[float]())
     for name, number in grown.items():
-        if number <= 0 or number % own or number == total:
+        counts = number == own or (number % own == 0 and number in elements)
+        if not counts and number not in sums and (number % own or number % total == 0):
             continue
-        counts = number == own or number in _num_elements(batches)
-        if not counts and number % total and name not in suspects:
+        if not counts and name not in suspects:
             suspects.add(name)
-        elif counts or number % total:
+        else:
             raise RuntimeError(
                 f"a step added {number:g} to the buffer {name}, which counts the {own} samples that {strategy} showed "
                 f"it, and not the {total} of the batch; add self.sum_over_ranks({'len(x)' if number == own else '...'})"
                 " in its place, or use strategy='single'; if it counts something else, keep it as a number in an "
                 "attribute, which is saved too"
             )
-
-
-def _num_elements(batches: Iterable[Any]) -> set[int]:
-    """Those of each tensor, in all micro-batches together."""
-    sizes = [[leaf.numel() if isinstance(leaf, Tensor) else 0 for leaf in tree_leaves(batch)] for batch in batches]
-    return {sum(of_one) for of_one in zip(*sizes, strict=False)}
 
 
 def _numbers(held: Mapping[str, Tensor]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import unwrap
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from lockstep.trainer.checkpoint.snapshot import (
     weights_for,
 )
 from lockstep.trainer.metrics.buffers import EvaluatedBuffers
+from lockstep.trainer.metrics.counts import CountsWatch
 from lockstep.trainer.metrics.entry import Reduced, nowhere
 from lockstep.trainer.metrics.gathering import gather_items, gather_values
 from lockstep.trainer.metrics.records import is_record, make, parts_of
@@ -208,7 +209,8 @@ def evaluate(run: RunState, module: Module, loaders: list[ShardedLoader], stage:
         for hook in what.epoch_start:
             hook()
         follow_evaluation(run, loaders, what.kind)
-        buffers = EvaluatedBuffers(strategy, module)
+        buffers, counts = EvaluatedBuffers(strategy, module), CountsWatch(run, module, what.batch_start, what.batch_end)
+        what = replace(what, batch_start=counts.starts, batch_end=counts.ends)
         for index, loader in enumerate(loaders):
             metrics.suffix = f"/dataloader_idx_{index}" if several else ""
             before = metrics.samples

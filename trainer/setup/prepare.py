@@ -19,6 +19,7 @@ from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.launch.phase import AFTER_BACKWARD
 from lockstep.strategies.optimizers.closures import needs_closure
 from lockstep.trainer.checkpoint import snapshot
+from lockstep.trainer.metrics.counts import watch_training
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import saving
@@ -94,11 +95,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         source = combined(sources.get(module, "train"))
         loader, limit, num_batches = train_loader(run, module, source)
         val_loaders = _val_loaders(run, module, sources, source)
-    if not any(p.requires_grad for p in module.parameters()):
-        raise ValueError(
-            f"{type(module).__name__} has no trainable parameter; give it layers, or set requires_grad on what is to "
-            "be trained"
-        )
+    _check_trainable(module)
     run.attributes = Changes(module)
     if checkpoint is not None:
         snapshot.load_extra(run, checkpoint)
@@ -124,6 +121,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     _train_mode(module)
     strategy.adopt_changes(run.wrapped)  # what configure_optimizers and on_load_checkpoint did
 
+    watch_training(run, module)
     training_step = training_step_of(module)
     transfer = transfer_of(module, run.datamodule, strategy.to_device, strategy.topology.device)
     return FitLoop(
@@ -142,6 +140,14 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         reload=reload,
         **of_optimizers(run, module, training_step, closing, unowned),
     )
+
+
+def _check_trainable(module: Module) -> None:
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ValueError(
+            f"{type(module).__name__} has no trainable parameter; give it layers, or set requires_grad on what is to "
+            "be trained"
+        )
 
 
 @dataclass

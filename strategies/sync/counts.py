@@ -1,0 +1,126 @@
+"""Numbers in attributes of user code that add up what one rank, or one device, has seen of each batch."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+_MOST = 64
+"""Items of a list or dict that are read."""
+_LOSS = "a loss"
+_NOT_OF_USERS = ("torch", "lockstep", "torchmetrics", "builtins")
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+class PartialCounts:
+    """Looks around the first two batches of a loop for numbers that grow by the samples, the elements, the sum of a
+    tensor or the loss of this rank's part in both, and warns of them: one process adds up those of the whole batch.
+
+    `owners`: by name the objects of the user whose attributes are read. `parts`: of which a batch consists.
+    `instead`: what to do.
+    """
+
+    def __init__(self, owners: Mapping[str, Any], parts: int, strategy: str, instead: str) -> None:
+        self._owners, self._parts, self._strategy, self._instead = owners, parts, strategy, instead
+        self._before: dict[str, float] = {}
+        self._found: dict[str, str] | None = None
+        """What may be one, after the first batch."""
+        self.done = False
+
+    def begin(self) -> None:
+        self._before = {} if self.done else dict(_numbers(self._owners))
+
+    def end(self, own: int, batch: Any, output: Any) -> None:
+        """After a part of `own` samples, for which a step returned `output`."""
+        if self.done or own < 2:
+            return
+        amounts, found = _amounts(own, batch, output), {}
+        for name, value in _numbers(self._owners):
+            growth = value - self._before.get(name, 0.0)
+            what = next((what for what, amount in amounts if _is(growth, amount)), None)
+            whole = any(_is(growth, amount * self._parts) for kind, amount in amounts if kind != _LOSS)
+            if what is not None and growth not in (0, 1) and not whole:  # 1 counts batches
+                found[name] = what
+        first, self._found = self._found, found
+        if first is None:
+            return
+        both = {name: what for name, what in found.items() if first.get(name) == what}
+        self.done = True
+        if both:
+            counts = ", ".join(f"{name} ({what})" for name, what in both.items())
+            warnings.warn(
+                f"attributes add up a part of each batch under {self._strategy}, and not the whole as on one process: "
+                f"{counts}; {self._instead}",
+                stacklevel=2,
+            )
+
+
+def _amounts(own: int, batch: Any, output: Any) -> list[tuple[str, float]]:
+    """What a step may have added up of its part, by what it is."""
+    elements, sums = sizes_and_sums([batch])
+    amounts: list[tuple[str, float]] = [("samples", own)]
+    amounts += [("elements of the batch", size) for size in elements]
+    amounts += [("the sum of a tensor of the batch", number) for number in sums]
+    for leaf in tree_leaves(output):
+        if type(leaf) is Tensor and leaf.numel() == 1 and leaf.is_floating_point():
+            amounts += [(_LOSS, float(leaf)), (_LOSS, float(leaf) * own)]
+    return amounts
+
+
+def sizes_and_sums(batches: Iterable[Any]) -> tuple[set[int], set[float]]:
+    """Of each tensor, in all micro-batches together, the number of elements; and of whole numbers and masks the sum."""
+    leaves = [[leaf if type(leaf) is Tensor else None for leaf in tree_leaves(batch)] for batch in batches]
+    sizes, sums = set[int](), set[float]()
+    for tensors in zip(*leaves, strict=False):
+        sizes.add(sum(0 if tensor is None else tensor.numel() for tensor in tensors))
+        if all(tensor is not None and not tensor.is_floating_point() and not tensor.is_complex() for tensor in tensors):
+            sums.add(sum(float(tensor.sum()) for tensor in tensors if tensor is not None))
+    return sizes - {0}, sums - {0.0, 1.0}  # 1 may count batches
+
+
+def _is(growth: float, amount: float) -> bool:
+    return math.isclose(growth, amount, rel_tol=1e-5)
+
+
+def _numbers(owners: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """By name the numbers among the attributes of `owners`, of layers and of objects of the user's classes in them."""
+    seen: set[int] = set()
+    for prefix, owner in owners.items():
+        layers = owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]
+        for path, layer in layers:
+            if path and (type(layer).__module__.startswith("torch.") or hasattr(layer, "metric_state")):
+                continue
+            place = ".".join(filter(None, (prefix, path)))
+            for name, value in _attributes(layer):
+                yield from _numbers_in(f"{place}.{name}".lstrip("."), value, seen, 2)
+
+
+def _numbers_in(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, float]]:
+    if isinstance(value, bool | np.bool_):
+        return
+    if isinstance(value, int | float | np.integer | np.floating):
+        number: Any = value
+        yield name, float(number) if abs(number) < 2**63 else math.inf
+    elif type(value) is Tensor:
+        if value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool and not value.is_meta:
+            yield name, float(value.detach())
+    elif depth and id(value) not in seen:
+        seen.add(id(value))
+        if isinstance(value, dict | list):
+            for key, item in islice(dict.items(value) if isinstance(value, dict) else enumerate(value), _MOST):
+                yield from _numbers_in(f"{name}[{key!r}]", item, seen, depth - 1)
+        elif type(value).__module__.partition(".")[0] not in _NOT_OF_USERS and not isinstance(value, nn.Module):
+            for key, item in _attributes(value):
+                yield from _numbers_in(f"{name}.{key}", item, seen, depth - 1)
+
+
+def _attributes(owner: Any) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in getattr(owner, "__dict__", {}).items() if name not in _OF_MODULES]

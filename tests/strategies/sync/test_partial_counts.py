@@ -1,0 +1,150 @@
+"""Attributes that add up a part of each batch: found and named, and nothing else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.callbacks import Callback
+from lockstep.strategies.sync.buffers import refusing_counts
+from lockstep.strategies.sync.counts import PartialCounts
+from tests.trainer.test_user_code import Base, batches, quiet
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+
+class Meter:
+    total = 0.0
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.meter, self.numbers = Layer(), Meter(), {"tokens": torch.zeros(())}
+        self._seen, self.steps, self.last, self.history, self.max_length = 0, 0, 0.0, list[float](), 0
+
+
+def samples(model: Model, batch: dict[str, Tensor], loss: Tensor) -> None:
+    model._seen += len(batch["x"])
+
+
+def in_a_layer(model: Model, batch: dict[str, Tensor], loss: Tensor) -> None:
+    model.layer.seen += len(batch["x"])
+
+
+def tokens(model: Model, batch: dict[str, Tensor], loss: Tensor) -> None:
+    model.numbers["tokens"] += batch["x"].numel()
+
+
+def masked(model: Model, batch: dict[str, Tensor], loss: Tensor) -> None:
+    model._seen += int(batch["mask"].sum())
+
+
+def losses(model: Model, batch: dict[str, Tensor], loss: Tensor) -> None:
+    model.meter.total += loss.item()
+
+
+def correct(model: Model, batch: dict[str, Tensor], loss: Tensor) -> None:
+    model.steps += 1
+    model.last = loss.item()
+    model.history.append(loss.item())
+    model.max_length = max(model.max_length, batch["x"].shape[1])
+    model._seen += 2 * len(batch["x"])  # as sum_over_ranks gives
+
+
+def found(step: Callable[..., None]) -> str:
+    model = Model()
+    counts = PartialCounts({"": model}, 2, "ddp", "self.log it")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(3):
+            batch = {"x": torch.zeros(4, 7), "mask": torch.arange(4 * 7).reshape(4, 7) % (3 + number) == 0}
+            loss = torch.tensor(0.5 + number)
+            counts.begin()
+            step(model, batch, loss)
+            counts.end(4, batch, {"loss": loss})
+    return "".join(str(item.message) for item in caught)
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (samples, "_seen (samples); "),
+        (in_a_layer, "layer.seen (samples); "),
+        (tokens, "numbers['tokens'] (elements of the batch); "),
+        (masked, "_seen (the sum of a tensor of the batch); "),
+        (losses, "meter.total (a loss); "),
+    ],
+)
+def test_a_number_that_adds_up_a_part_of_each_batch_is_named(step: Callable[..., None], name: str) -> None:
+    assert f"not the whole as on one process: {name}" in found(step)
+
+
+def test_counts_of_batches_and_what_the_last_batch_left_are_not() -> None:
+    assert found(correct) == ""
+
+
+def test_a_buffer_that_counts_under_a_mask_is_refused() -> None:
+    """It hides as many elements on each rank, and their number is a multiple of the samples of all."""
+    seen, mask, suspects = torch.zeros(()), torch.arange(32).reshape(4, 8) < 16, set[str]()
+
+    def step() -> None:
+        with refusing_counts(lambda: {"seen": seen}, 4, 8, "ddp", [(mask,)], suspects):
+            seen.add_(mask.sum())
+
+    step()
+    with pytest.raises(RuntimeError, match="added 16 to the buffer seen"):
+        step()
+
+
+class Counts(Base):
+    seen = validated = steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += len(batch[0])
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated += len(batch[0])
+
+
+class CountsToo(Callback):
+    total = 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.total += len(batch[0])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("strategy", "named"),
+    [
+        ("ddp", {"seen (samples), CountsToo.total (samples)", "validated (samples)"}),
+        ("fsdp", {"seen (samples), CountsToo.total (samples)", "validated (samples)"}),
+        ("dp", {"seen (samples)"}),
+        ("tensor", set()),
+    ],
+)
+def test_counts_of_a_run_are_named_on_one_rank(
+    strategy: str, named: set[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:  # those of this process; ranks print theirs
+        warnings.simplefilter("always")
+        trainer = quiet(
+            strategy=strategy, devices=2, accelerator="cpu", split_batches=True, max_epochs=1, callbacks=[CountsToo()]
+        )
+        trainer.fit(Counts(), batches(16, torch.float32), batches(16))
+    printed = [*capfd.readouterr().err.splitlines(), *(str(item.message) for item in caught)]
+    lines = [line for line in printed if "attributes add up a part" in line]
+    assert {line.split("one process: ")[1].split("; ")[0] for line in lines} == named
+    assert len(lines) == len(named)
