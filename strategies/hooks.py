@@ -135,8 +135,8 @@ class SPMDHooks(Strategy):
         return parameters
 
     def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
-        """Called if user code has changed `requires_grad` of these parameters since they were wrapped or since the last
-        call."""
+        """Called if user code has changed `requires_grad` of these parameters, or has cast them, since they were
+        wrapped or since the last call."""
 
     def open_optimizer(self, wrapped: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
         """Return the context in which `optimizer` holds what this rank steps.

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.hooks import SPMDHooks
 from lockstep.strategies.modules import finite
-from lockstep.strategies.modules.model_changes import ModelChanges, late_hooks, replaced
+from lockstep.strategies.modules.casts import take_casts
+from lockstep.strategies.modules.model_changes import ModelChanges, late_hooks, replaced, shortened
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
 from lockstep.strategies.modules.user_edits import UserEdits
 from lockstep.strategies.precision import Precision
@@ -62,13 +63,13 @@ class UserChanges(SPMDHooks):
             return
         self._refuse_added(self._changes.added())
         self._parameter_hooks.take(self._changes.parameters.items())
-        self._changes.retrained += self._changes.trainability()
+        self._changes.retrained += self._changes.trainability() + take_casts(self._changes.parameters.items)
         if self._changes.in_step_hooks or self._changes.begin_step is None:
             self._adopt_trainability(wrapped)
 
     def _begin_step(self, wrapped: nn.Module) -> None:
         assert self._changes is not None and self._agreement is not None
-        self._agreement.begin([f"requires_grad of {name}" for name in self._changes.retrained])
+        self._agreement.begin([f"requires_grad or dtype of {name}" for name in self._changes.retrained])
         self._adopt_trainability(wrapped)
 
     def _adopt_trainability(self, wrapped: nn.Module) -> None:
@@ -110,6 +111,11 @@ class ManualOptimization(UserChanges):
         self._refuse_added(self._changes.added())
         if late := self._parameter_hooks.added(self._changes.hookable()):
             raise late_hooks(late, self.name)
+        if self.topology.data_size > 1 and (cast := take_casts(self._changes.hookable)):
+            raise RuntimeError(
+                f"a step cast {shortened(cast)}, but {self.name} has made ready what they were before; "
+                "cast in a hook such as on_train_batch_start, or compute under torch.autocast"
+            )
 
     def _check_finite(self, optimizer: Optimizer) -> None:
         """Manual optimization: raise FloatingPointError, on all ranks alike, for a gradient that is not finite."""

@@ -25,6 +25,7 @@ from lockstep.strategies.launch import environment, fault_injection, launcher, p
 from lockstep.strategies.launch.program.contexts import refuse_hooks_on_all
 from lockstep.strategies.modules.activation_checkpointing import find_recomputed, keep, recompute
 from lockstep.strategies.modules.blocks import Rule, is_metric
+from lockstep.strategies.modules.casts import follow_casts, watch_casts
 from lockstep.strategies.modules.meta import materialize
 from lockstep.strategies.modules.model_changes import refuse_embeddings, refuse_shared_memory
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
@@ -215,6 +216,7 @@ class SPMDStrategy(SPMDStep):
         if self.topology.rank == 0 or not self.capabilities.builds_on_meta:
             materialize(model)
         keep(model)  # a run that failed may have left some
+        watch_casts()
         self.check(model)
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
         self._parameter_hooks = ParameterHooks()
@@ -222,6 +224,8 @@ class SPMDStrategy(SPMDStep):
         if self.activation_checkpointing is not False:
             recompute(model, self.activation_checkpointing)  # type: ignore[arg-type]
         wrapped = self.wrap(self.precision.convert(model))
+        for parameter in self.unwrap(wrapped).parameters():
+            follow_casts(parameter)
         for metric in filter(is_metric, model.modules()):
             metric.to(self.topology.device)  # what moves parameters and buffers does not know their states
         return wrapped

@@ -344,8 +344,8 @@ class DeepSpeed(SPMDStrategy):
         if wrapped.engine is None:
             return
         raise RuntimeError(
-            f"requires_grad of {shortened(names)} changed during the run, but ZeRO shards what is trained when it "
-            "starts; freeze layers before fit, or use strategy='ddp' or 'fsdp'"
+            f"requires_grad or the dtype of {shortened(names)} changed during the run, but ZeRO shards what is trained "
+            "when it starts, as it is then; freeze and cast layers before fit, or use strategy='ddp' or 'fsdp'"
         )
 
     @contextmanager

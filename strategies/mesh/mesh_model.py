@@ -17,6 +17,7 @@ from lockstep.strategies.mesh import mixed_tensors
 from lockstep.strategies.mesh.structure import Structure
 from lockstep.strategies.mesh.tensor_plan.styles import SequenceSharding
 from lockstep.strategies.mesh.unsharded_writes import UnshardedWrites, is_freed, param_groups
+from lockstep.strategies.modules.casts import follow_casts
 from lockstep.strategies.modules.forwards import within_compiled
 from lockstep.strategies.modules.meta import materialize as materialize
 from lockstep.strategies.modules.model_changes import replaced
@@ -127,7 +128,9 @@ class MeshModel(nn.Module):
             names = {found: name for name, found in self.model.named_modules()}
             name = f"{names[module]}.{key}" if names.get(module) else key
             raise replaced([name], "the strategy" if self.order is None else self.order.engine)
-        type(parameter).reset_sharded_param(parameter)
+        dtype = parameter.sharded_param.dtype
+        if getattr(parameter, "orig_dtype", dtype) == dtype:  # else gathering it is refused
+            type(parameter).reset_sharded_param(parameter)
 
     def _held(self) -> list[tuple[str, Any]]:
         if not self._in_units:
@@ -314,6 +317,7 @@ class MeshModel(nn.Module):
             for group in param_groups(unit):
                 for parameter in group.fsdp_params:  # torch calls it once values were loaded or converted
                     parameter.reset_sharded_param = functools.partial(self._reset, parameter)
+                    follow_casts(parameter.sharded_param, parameter.reset_sharded_param)
                     parameter.init_unsharded_param = functools.partial(_init_unsharded, parameter)
         if self.units:
             for group in param_groups(self):
@@ -378,6 +382,7 @@ def _init_unsharded(parameter: Any) -> None:
     del parameter.init_unsharded_param  # torch makes one, and calls its own method in each step
     parameter.init_unsharded_param()
     share_attributes(parameter.sharded_param, parameter._unsharded_param)
+    follow_casts(parameter._unsharded_param)
 
 
 def _has_gradient(parameter: Any) -> bool:

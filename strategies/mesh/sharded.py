@@ -326,8 +326,8 @@ class ShardedStrategy(ShardedOptimizers):
             raise changed_within_window(names, self.name)
         if wrapped.trains_several_dtypes():  # type: ignore[operator]
             raise RuntimeError(
-                f"{shortened(names)} changed requires_grad, and another dtype is trained in the same block, which "
-                f"{self.name} reduces at once; convert both to one dtype, or set requires_grad before fit"
+                f"{shortened(names)} changed requires_grad or dtype, and another dtype is trained in the same block, "
+                f"which {self.name} reduces at once; convert both to one dtype, or set that before fit"
             )
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:

@@ -71,6 +71,50 @@ def test_a_model_that_a_hook_casts_is_not_evaluated_as_it_was_where_it_is_sharde
         quiet(strategy="fsdp", devices=2, accelerator="cpu").test(EvaluatedInHalf(), loader(8), verbose=False)
 
 
+class RoundsToFloat(Base):
+    """The weights are rounded, and have other memory afterwards, of which engines hear nothing."""
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].float().double()
+
+    def configure_optimizers(self) -> Any:
+        self.net.float().double()
+        return super().configure_optimizers()
+
+
+class RoundsInStep(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net[0].float().double()
+        return super().training_step(batch, batch_idx)
+
+
+class TrainsInFloat(Base):
+    def on_train_start(self) -> None:
+        self.net.float()
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("ddp", 2), ("fsdp", 2), ("ddp=2,fsdp=2", 4)])
+def test_weights_that_hooks_cast_and_cast_back_are_trained(strategy: str, devices: int) -> None:
+    assert_as_on_one_process(RoundsToFloat, strategy, devices)
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "message"),
+    [
+        (RoundsInStep, "ddp", r"a step cast net\.0\.weight, net\.0\.bias, but DDP has made ready"),
+        (RoundsInStep, "fsdp", r"a step cast net\.0\.weight, net\.0\.bias, but FSDP has made ready"),
+        (
+            TrainsInFloat,
+            "fsdp",
+            r"weight of a Linear was cast to torch\.float32 during the run, but FSDP gathers it as",
+        ),
+    ],
+)
+def test_casts_that_engines_cannot_follow_are_refused(make: Callable[[], Module], strategy: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        fitted(make(), strategy, 2)
+
+
 class OfAnyPrecision(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step((batch[0].to(self.dtype), batch[1]), batch_idx)

@@ -21,7 +21,7 @@ from lockstep.strategies.launch.failure import ends_well, shortened
 from lockstep.strategies.launch.phase import current_phase, set_phase
 from lockstep.strategies.launch.rng import kept_streams, take_first_streams
 from lockstep.strategies.launch.watchdog import SETTING_UP, where
-from lockstep.strategies.modules.hook_ids import reserve_hook_ids
+from lockstep.strategies.modules.parameter_hooks import reserve_hook_ids
 from lockstep.strategies.modules.sharded_errors import explanation
 from lockstep.trainer.checkpoint.manifest import refused
 from lockstep.trainer.lightning_names import MODULE, missing

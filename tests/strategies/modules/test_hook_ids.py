@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.strategies.launch.payload import pack, unpack
-from lockstep.strategies.modules.hook_ids import reserve_hook_ids
+from lockstep.strategies.modules.parameter_hooks import reserve_hook_ids
 from tests.strategies.mesh.perceptrons import Blocks, labeled
 from tests.strategies.mesh.test_fsdp import fit
 from tests.trainer.toy import distance, weights

@@ -1,0 +1,48 @@
+"""Casts of parameters by `Module.to`, `half`, `double` and the like, of which engines that hold them learn nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor, nn
+
+_followed: dict[int, Callable[[], None]] = {}
+"""By the id of a parameter of the model what to call once it was cast."""
+_cast: set[int] = set()
+_apply = nn.Module._apply
+
+
+def watch_casts() -> None:
+    """From here on casts of the parameters that are then followed are noted, those that are undone at once too: torch
+    has given these other memory and other nodes of the graph. Changes torch once a process."""
+    _followed.clear()
+    _cast.clear()
+    nn.Module._apply = _watched  # type: ignore[method-assign]
+
+
+def follow_casts(parameter: Tensor, call: Callable[[], None] | None = None) -> None:
+    """Note casts of `parameter`, and call `call` after each."""
+    _followed.setdefault(id(parameter), call or _nothing)
+
+
+def take_casts(parameters: Callable[[], Iterable[tuple[str, Tensor]]]) -> list[str]:
+    """The names of those that were cast since the last call."""
+    if not _cast:
+        return []
+    named = [*parameters()]
+    names = [name for name, parameter in named if id(parameter) in _cast]
+    _cast.difference_update(id(parameter) for _, parameter in named)
+    return names
+
+
+def _watched(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    held = [(p, p.dtype) for p in module._parameters.values() if id(p) in _followed and p is not None]
+    done = _apply(module, fn, recurse)
+    for parameter, dtype in held:
+        if parameter.dtype != dtype:
+            _cast.add(id(parameter))
+            _followed[id(parameter)]()
+    return done
+
+
+def _nothing() -> None: ...
