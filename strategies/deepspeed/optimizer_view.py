@@ -36,11 +36,20 @@ class OptimizerView:
         ]
         for group, params in zip(optimizer.param_groups, self._params, strict=True):
             group["params"] = params
-        optimizer.state = StateOfShards(optimizer, {*map(id, wrapped.model.parameters())}, _FLAT)
+        self._of_model = {*map(id, wrapped.model.parameters())}
+        self._guard_state()
         optimizer.add_param_group = refuse_group  # type: ignore[method-assign,assignment]
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         optimizer.register_state_dict_pre_hook(refuse_state_dict)
         optimizer.register_load_state_dict_pre_hook(refuse_state_dict)
+
+    def _guard_state(self) -> None:
+        """Guard the state, and again where user code put another in its place; it may hold none of the model's."""
+        if not isinstance(self._optimizer.state, StateOfShards):
+            state = StateOfShards(self._optimizer, self._of_model, _FLAT)
+            for key in [*state]:
+                state.check(key)
+            self._optimizer.state = state
 
     @contextmanager
     def of_engine(self) -> Iterator[None]:
@@ -48,6 +57,7 @@ class OptimizerView:
         groups = list(zip(self._optimizer.param_groups, self._params, strict=True))
         if any(group.get("params") is not params for group, params in groups):
             refuse_params()
+        self._guard_state()
         for group, params in groups:
             group["params"] = params.held
         try:
