@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable
-from types import CodeType
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -60,6 +61,9 @@ def apply_axes(
     filler = Filler(mesh)
     data = tuple(name for name in names if name == "fsdp" or (name == "ddp" and not replicas_apart))
     units = [*blocks.values(), wrapped]
+    stays = options.reshard_after_forward is False and options.low_precision_gather != "all"  # for the rest of a step
+    if compute_dtype is not None and stays and _computes_with_weights(model):
+        compute_dtype = None
     for name, unit in zip([*blocks, ""], units, strict=True):
         filler.fill(unit)
         if plan is not None:
@@ -162,7 +166,7 @@ def _shard(
         rest = own - whole - norms
         if options.low_precision_gather == "all":
             whole |= norms
-        elif unit is not wrapped and _computes_as_autocast(unit, rest, wrapped.model, options):
+        elif unit is not wrapped and _computes_as_autocast(unit, rest):
             whole |= norms
             _refuse_outside_of_autocast(wrapped.model, rest, compute_dtype, mesh.device_type)
         else:
@@ -259,25 +263,28 @@ _CAST = (
 )
 """Layers whose weights autocast converts before anything is computed with them."""
 _OF_WEIGHTS = frozenset(("weight", "bias", "parameters", "named_parameters", "_parameters", "state_dict"))
+_OF_LAYERS = frozenset(("weight", "bias"))
+"""The same in functions that others call, where `parameters` may be those of a signature."""
+_FOREIGN = frozenset(("torch", "lockstep", "builtins", "functools", "numpy"))
+"""Packages whose functions compute with no weight that they were not given."""
 _OUTSIDE_OF_STEPS = ("init", "reset_", "configure_", "on_", "setup", "teardown")
 """How methods begin, but for underscores, that see no block as it was gathered."""
 
 
-def _computes_as_autocast(unit: nn.Module, parameters: set[nn.Parameter], model: nn.Module, options: Options) -> bool:
+def _computes_as_autocast(unit: nn.Module, parameters: set[nn.Parameter]) -> bool:
     """Whether a 16-bit copy of `parameters` is all that a step under autocast reads of them: they are float32 weights
     of layers that autocast casts, and no code of the user's that may see the copy computes with weights."""
-    stays = options.reshard_after_forward is False  # for the rest of the step
     return (
         all(parameter.dtype == torch.float32 for parameter in parameters)
-        and parameters <= _only_cast(model)
-        and not any(_reads_weights(m) for m in (model if stays else unit).modules() if not _is_norm(m))
+        and parameters <= _only_cast(unit)
+        and not _computes_with_weights(unit)
     )
 
 
-def _only_cast(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that only such layers have."""
+def _only_cast(unit: nn.Module) -> set[nn.Parameter]:
+    """The parameters that only such layers have; no block shares its own with others."""
     found: tuple[set[nn.Parameter], set[nn.Parameter]] = set(), set()
-    for module in model.modules():
+    for module in unit.modules():
         kind: Any = next((kind for kind in _CAST if isinstance(module, kind)), None)
         forward = vars(module).get("forward", type(module).forward)
         is_cast = kind is not None and forward is kind.forward and module._parameters.keys() <= {"weight", "bias"}
@@ -285,18 +292,65 @@ def _only_cast(model: nn.Module) -> set[nn.Parameter]:
     return found[True] - found[False]
 
 
+def _computes_with_weights(unit: nn.Module) -> bool:
+    """Whether code of the user's classes, or of forward hooks, names what holds weights, and so may compute with them
+    by hand."""
+    return any(_reads_weights(module) for module in unit.modules() if not _is_norm(module))
+
+
 def _reads_weights(module: nn.Module) -> bool:
-    """Whether the code of a class of the user, or of a forward hook, names what holds weights, and so may compute with
-    them by hand."""
     named = [item for cls in users_classes(module) for item in vars(cls).items()]
-    methods = [value for key, value in named if not key.strip("_").startswith(_OUTSIDE_OF_STEPS)]
-    methods += [hook for kind in FORWARD for _, hook in users_hooks(module, kind)]
-    codes = [code for method in methods if (code := getattr(inspect.unwrap(method), "__code__", None)) is not None]
-    for code in codes:  # grows
-        if not _OF_WEIGHTS.isdisjoint((*code.co_names, *(held for held in code.co_consts if isinstance(held, str)))):
+    called = [value for key, value in named if not key.strip("_").startswith(_OUTSIDE_OF_STEPS)]
+    called += [hook for kind in FORWARD for _, hook in users_hooks(module, kind)]
+    seen: set[FunctionType] = set()
+    words = _OF_WEIGHTS
+    while called:
+        functions = {function for thing in called for function in _functions_of(thing)} - seen
+        if any(not words.isdisjoint(_names(code)) for function in functions for code in _codes(function)):
             return True
-        codes += (inner for inner in code.co_consts if isinstance(inner, CodeType))
+        seen |= functions
+        called, words = [helper for function in functions for helper in _helpers(function)], _OF_LAYERS
     return False
+
+
+def _functions_of(thing: Any) -> Iterator[FunctionType]:
+    """The functions of the user's that run where `thing` is called."""
+    if isinstance(thing, functools.partial):
+        for part in (thing.func, *thing.args, *thing.keywords.values()):
+            yield from _functions_of(part)
+    elif callable(thing) and not isinstance(thing, nn.Module | type):
+        function = inspect.unwrap(getattr(thing, "__func__", thing))
+        if isinstance(function, FunctionType):
+            yield from () if _is_foreign(function) else (function,)
+        elif not _is_foreign(type(thing)):  # an object that can be called
+            yield from (f for cls in type(thing).__mro__ for f in vars(cls).values() if isinstance(f, FunctionType))
+
+
+def _helpers(function: FunctionType) -> Iterator[Any]:
+    """The functions that a function may call: of its closure, and those among the globals that it names."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty one
+            yield cell.cell_contents
+    names = {name for code in _codes(function) for name in code.co_names}
+    found = [function.__globals__[name] for name in names if name in function.__globals__]
+    found += [getattr(module, name, None) for module in found if isinstance(module, ModuleType) for name in names]
+    yield from (helper for helper in found if isinstance(helper, FunctionType))
+
+
+def _codes(function: FunctionType) -> list[CodeType]:
+    codes = [function.__code__]
+    for code in codes:  # grows
+        codes += (inner for inner in code.co_consts if isinstance(inner, CodeType))
+    return codes
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    yield from (held for held in code.co_consts if isinstance(held, str))
+
+
+def _is_foreign(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).partition(".")[0] in _FOREIGN
 
 
 def _refuse_outside_of_autocast(model: nn.Module, low: set[nn.Parameter], dtype: torch.dtype, device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -542,6 +543,26 @@ def test_a_side_effect_free_step_leaves_nothing() -> None:
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
+def add_norm(factor: float, layer: nn.Linear, args: Any, output: Tensor) -> Tensor:
+    return output + factor * layer.weight.pow(2).sum(0)
+
+
+class AddsNorm:
+    def __call__(self, layer: nn.Linear, args: Any, output: Tensor) -> Tensor:
+        return self.added(layer, args, output)
+
+    def added(self, layer: nn.Linear, args: Any, output: Tensor) -> Tensor:
+        return output + layer.weight.pow(2).sum(0)
+
+
+HOOKS: dict[str, Any] = {
+    "partial": functools.partial(add_norm, 2.0),
+    "method": AddsNorm().added,
+    "object": AddsNorm(),
+    "helper": lambda layer, args, output: add_norm(1.0, layer, args, output),
+}
+
+
 class Block(nn.Module):
     """Computes in 16 bits only, or by its kind with weights that autocast leaves in float32."""
 
@@ -551,6 +572,8 @@ class Block(nn.Module):
         self.inner, self.outer, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
         if kind == "hooked":
             self.inner.register_forward_hook(lambda layer, args, output: output + layer.weight.pow(2).sum(0))
+        if kind in HOOKS:
+            self.outer.register_forward_hook(HOOKS[kind])
         if kind == "scale":
             self.scale = nn.Parameter(torch.rand(8))
         if kind == "double":
@@ -596,7 +619,7 @@ class ReadsInStep(InMixedPrecision):
 
 @pytest.mark.parametrize(
     ("cls", "kinds", "stays"),
-    [(InMixedPrecision, ("", "scale", "reads", "double", "hooked"), None), (ReadsInStep, ("",), False)],
+    [(InMixedPrecision, ("", "scale", "reads", "double", "hooked", *HOOKS), None), (ReadsInStep, ("",), False)],
 )
 def test_float32_parts_of_a_step_see_float32_weights_in_mixed_precision(cls: Any, kinds: Any, stays: Any) -> None:
     """Blocks that only compute what autocast casts are gathered in 16 bits, and others are not: the bits of DDP."""
