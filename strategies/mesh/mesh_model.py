@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.strategies.mesh import mixed_tensors
 from lockstep.strategies.mesh.structure import Structure
 from lockstep.strategies.mesh.tensor_plan.styles import SequenceSharding
-from lockstep.strategies.mesh.unsharded_writes import UnshardedWrites, is_freed, param_groups
+from lockstep.strategies.mesh.unsharded_writes import UnshardedWrites, is_freed, param_groups, refuse_kept
 from lockstep.strategies.modules.casts import follow_casts
 from lockstep.strategies.modules.forwards import within_compiled
 from lockstep.strategies.modules.meta import materialize as materialize
@@ -66,6 +66,7 @@ class MeshModel(nn.Module):
         """Blocks that run, or of which a layer runs, more than once in this step."""
         self._in_units: list[tuple[str, Any]] = []
         """What FSDP holds of each parameter, by the parameter's name."""
+        self._looks = 16  # at attributes, for memory that was freed
         self.writes = UnshardedWrites()
         self.used: set[int] = set()
         """Parameters with a gradient of this rank, if torch reduces all (`find_unused_parameters`)."""
@@ -210,6 +211,9 @@ class MeshModel(nn.Module):
         for unit in self.units:
             self.writes.write_back(unit)
             unit.reshard()
+        if self.units and self._looks:
+            self._looks -= 1
+            refuse_kept(self.model)
 
     def _called(self, unit: Any, output: Any) -> None:
         """A forward hook of a block: see to what torch expects to be a block's only backward, without a graph of

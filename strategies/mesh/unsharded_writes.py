@@ -151,6 +151,23 @@ def _cast(parameter: Any) -> RuntimeError:
     )
 
 
+def refuse_kept(model: torch.nn.Module) -> None:
+    """Once the units are freed, raise RuntimeError for a tensor in an attribute of a layer of the user's that a step
+    has made of the memory of a whole parameter: to read it would end the process."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if type(value) is Tensor and value.numel() and _has_no_memory(value):
+                raise RuntimeError(
+                    f"{name + '.' if name else ''}{key} was given a view (.data, .detach() or a part) of a parameter, "
+                    "which FSDP had gathered for the step and has freed since; keep a copy (.clone()), or take it from "
+                    "the module where it is used"
+                )
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta and not tensor.untyped_storage().nbytes()
+
+
 def is_freed(whole: Any) -> bool:
     return type(whole) in _FREED.values()
 

@@ -115,6 +115,21 @@ def test_casts_that_engines_cannot_follow_are_refused(make: Callable[[], Module]
         fitted(make(), strategy, 2)
 
 
+class KeepsView(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.before = self.net[0].weight.detach()
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.before.norm()
+
+
+def test_a_view_of_a_weight_that_a_step_keeps_is_refused() -> None:
+    """The memory is freed: reading it ended the process."""
+    with pytest.raises(RuntimeError, match=r"before was given a view .* of a parameter, which FSDP had gathered"):
+        fitted(KeepsView(), "fsdp", 2)
+
+
 class OfAnyPrecision(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step((batch[0].to(self.dtype), batch[1]), batch_idx)
