@@ -25,8 +25,8 @@ class Streamed(Source):
             raise ValueError(f"shuffle=True needs a map-style dataset, but {name} is iterable-style")
         if share.virtual and getattr(iterable, "shards_itself", False):
             raise ValueError(
-                f"virtual_ranks cannot be used with {name}, which shards itself, so that its samples depend on the "
-                "number of ranks; remove shards_itself. The workers of a parameter server are virtual ranks"
+                "virtual_ranks, learners and workers of a parameter server cannot be used with "
+                f"{name}, which shards itself, so that its samples depend on the number of ranks; remove shards_itself"
             )
         self.share = share
         self.window_micro_batches = share.accumulate

@@ -56,6 +56,16 @@ class SamplerState:
         return True
 
 
+def other_indices(sampler: str, kind: str, place: str, first: int) -> RuntimeError:
+    """What to raise where a user's sampler of the `kind` of data has not yielded in `place` what it has on rank
+    `first`."""
+    return RuntimeError(
+        f"the ranks disagree on the order of samples: {sampler or 'a sampler'} of the {kind} data has yielded other "
+        f"indices on {place} than on rank {first}, so that samples would be read twice; every rank must seed it "
+        "equally, or let it decide from what all ranks know, such as trainer.callback_metrics"
+    )
+
+
 def hash_of(read: list[Any], before: int) -> int:
     """A hash of indices and those before them, for other processes to compare; 0 where there are none."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:

@@ -35,6 +35,7 @@ class LocalUpdates(LearnerRounds, VirtualStep):
     axis: str
     """What it is called as an axis of a mesh."""
     stays_on_one_rank = True
+    argument = "learners"
     capabilities = Capabilities(exact=False, synchronous=False, refuses=REFUSES)
 
     @abstractmethod
@@ -114,7 +115,7 @@ class LocalUpdates(LearnerRounds, VirtualStep):
         return result
 
     def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
-        return alone(step_fn, self._held or self._agreement, self.virtual_ranks)
+        return alone(step_fn, self._held or self._agreement, self.virtual_ranks, self.argument)
 
     def run_padding(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
         return no_output

@@ -17,6 +17,8 @@ class ShareHooks:
     """By default every rank holds whole gradients. Every rank calls each of them, in the same order."""
 
     _watched: list[nn.Parameter]
+    argument = "virtual_ranks"
+    """The user's argument that says how many shares there are, for messages."""
 
     def take_share(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], share: int) -> bool:
         """Called after the steps of a window, before users' hooks for `share` of this rank: let the model and the
@@ -48,7 +50,7 @@ class ShareHooks:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None and gradient.layout != torch.strided:
                 raise ValueError(
-                    "virtual_ranks adds dense gradients, but a parameter has a sparse one; use an embedding with "
+                    f"{self.argument} add dense gradients, but a parameter has a sparse one; use an embedding with "
                     "sparse=False"
                 )
             taken.append(gradient)

@@ -32,7 +32,7 @@ from lockstep.strategies.sync.tree import PartialSums
 from lockstep.strategies.virtual.hooks import ShareHooks
 from lockstep.strategies.virtual.norm import total_norm
 
-_APART = "virtual_ranks keeps the gradients of shares apart until the step ends"
+_APART = "the gradients of shares are kept apart until the step ends"
 _REFUSES = {
     "manual_optimization": "virtual_ranks adds the gradients of shares itself, so it needs automatic optimization; "
     "train without virtual_ranks",
@@ -83,7 +83,7 @@ class VirtualStep(ShareHooks, SPMDStrategy):
         for name, module in model.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
                 raise ValueError(
-                    f"{name} is a SyncBatchNorm, whose statistics are those of all ranks, and virtual_ranks computes "
+                    f"{name} is a SyncBatchNorm, whose statistics are those of all ranks, and {self.argument} compute "
                     "each share by itself; use BatchNorm"
                 )
         super().check(model)
@@ -250,15 +250,15 @@ class VirtualStep(ShareHooks, SPMDStrategy):
             return own_backward(remarked(self.unwrap(wrapped).named_parameters(), marks))
         return RuntimeError(
             f"training_step changed the parameters {shortened(changed)} or their requires_grad, or a hook of a batch "
-            "did between shares, but with virtual_ranks all shares of a step see the same ones; change them in a hook "
-            "such as on_before_zero_grad"
+            f"did between shares, but with {self.argument} all shares of a step see the same ones; change them in a "
+            "hook such as on_before_zero_grad"
         )
 
     def _refuse_in_share(self, what: str) -> None:
         if self._in_share:
             raise RuntimeError(
-                f"{what} was called within a share of virtual_ranks={self.virtual_ranks}, where its result would "
-                "depend on the number of ranks; call it in a hook, or train without virtual_ranks"
+                f"{what} was called within a share of {self.argument}={self.virtual_ranks}, where its result would "
+                f"depend on the number of ranks; call it in a hook, or train without {self.argument}"
             )
 
 
@@ -287,7 +287,7 @@ def add_numbers(one: tuple[float, float], other: tuple[float, float]) -> tuple[f
     return one[0] + other[0], one[1] + other[1]
 
 
-def alone(step_fn: StepFn, agreement: StepAgreement | None, virtual_ranks: int) -> StepFn:
+def alone(step_fn: StepFn, agreement: StepAgreement | None, shares: int, argument: str = "virtual_ranks") -> StepFn:
     """A step that raises RuntimeError if user code within it calls a collective of torch.distributed."""
     if agreement is None:
         return step_fn
@@ -300,8 +300,7 @@ def alone(step_fn: StepFn, agreement: StepAgreement | None, virtual_ranks: int) 
             if agreement.num_calls() != before:
                 raise RuntimeError(
                     "training_step called a collective of torch.distributed, whose result depends on the number of "
-                    f"ranks, within a share of virtual_ranks={virtual_ranks}; call it in a hook, or train without "
-                    "virtual_ranks"
+                    f"ranks, within a share of {argument}={shares}; call it in a hook, or train without {argument}"
                 )
 
     return run

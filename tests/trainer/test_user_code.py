@@ -347,7 +347,7 @@ class CutsForEach(Cuts):
     ("make", "options", "why"),
     [
         (CutsForEach, {}, "DDP reduces the gradients of several losses together"),
-        (Cuts, {"virtual_ranks": 2, "accumulate_grad_batches": 2}, "virtual_ranks keeps the gradients of shares apart"),
+        (Cuts, {"virtual_ranks": 2, "accumulate_grad_batches": 2}, "the gradients of shares are kept apart"),
     ],
 )
 def test_where_it_would_be_a_part_the_hook_is_refused(make: Any, options: dict[str, Any], why: str) -> None:

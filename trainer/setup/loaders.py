@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.strategies.data.combined import CombinedLoader, is_nested, is_several
+from lockstep.strategies.data.sampler_state import other_indices
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.trainer.seeding import derive
 
@@ -124,11 +125,7 @@ def check_orders(run: RunState, loaders: Sequence[ShardedLoader], kind: str) -> 
     for rank, found in enumerate(others, 1):
         if found != first:
             name = next(name for here, there, (_, name) in zip(first, found, orders, strict=True) if here != there)
-            raise RuntimeError(
-                f"the ranks disagree on the order of samples: {name or 'a sampler'} of the {kind} data has yielded "
-                f"other indices on rank {rank} than on rank 0, so that some samples were read twice; every rank must "
-                "seed it equally, or let it decide from what all ranks know, such as trainer.callback_metrics"
-            )
+            raise other_indices(name, kind, f"rank {rank}", 0)
 
 
 def samples_of_all(run: RunState, window: Window) -> int:

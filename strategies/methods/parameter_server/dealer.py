@@ -21,6 +21,8 @@ class Dealer:
         self._votes = 0
         self._stops: dict[int, tuple[int, int]] = {}
         """By clock what all ranks conclude, and how many of them have asked."""
+        self._orders: dict[int, tuple[int, int]] = {}
+        """By clock the hash of the order of samples of the rank that has asked first, and which one that is."""
         self._living = [*range(ranks)]
         self._computed: dict[int, set[int]] = {rank: set() for rank in range(ranks)}
         """By rank the batches that it has and whose gradients have not arrived."""
@@ -33,11 +35,16 @@ class Dealer:
         """Whether ranks call collectives, which need all that have met."""
         self._changed = threading.Condition()
 
-    def take(self, rank: int, clock: int, vote: int, late: bool = False) -> tuple[int | None, int]:
+    def take(self, rank: int, clock: int, vote: int, order: int = 0, late: bool = False) -> tuple[int | None, int]:
         """The next batch of a clock for `rank`, or one of an earlier clock that a rank which died has left; with `late`
         only such a one. None if all are handed out, with what the ranks conclude of their votes to stop: what the first
-        one that has finished with the clock knew, the same for all."""
+        one that has finished with the clock knew, the same for all; -1 - r where `order`, a hash of the order of
+        samples, is another than that of rank r."""
         with self._changed:
+            if not late:
+                known, first = self._orders.setdefault(clock, (order, rank))
+                if known != order:
+                    return None, -1 - first
             self._votes, self._between_steps = max(self._votes, vote), False
             batch = next((batch for batch in self._late if batch // self._workers <= clock), None)
             if batch is not None:
@@ -56,7 +63,7 @@ class Dealer:
             stop, asked = self._stops.get(clock, (self._votes, 0))
             self._stops[clock] = stop, asked + 1
             if asked + 1 >= len(self._living):
-                del self._stops[clock]
+                del self._stops[clock], self._orders[clock]
             return None, stop
 
     def arrived(self, rank: int, batch: int) -> None:

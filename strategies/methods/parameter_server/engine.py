@@ -117,8 +117,8 @@ class Engine:
         """Whether others take over what a rank has that dies."""
         return self._links.spares_ranks
 
-    def take(self, clock: int, vote: int, late: bool = False) -> tuple[int | None, int]:
-        return self._links.take(clock, vote, late)
+    def take(self, clock: int, vote: int, order: int = 0, late: bool = False) -> tuple[int | None, int]:
+        return self._links.take(clock, vote, order, late)
 
     def meet(self) -> list[int]:
         return self._links.meet()

@@ -71,11 +71,11 @@ class Links:
 
     # ---- a worker asks ---------------------------------------------------------------------------------
 
-    def take(self, clock: int, vote: int, late: bool = False) -> tuple[int | None, int]:
+    def take(self, clock: int, vote: int, order: int, late: bool) -> tuple[int | None, int]:
         """`Dealer.take` of rank 0."""
         if self.dealer is not None:
-            return self.dealer.take(self._rank, clock, vote, late)
-        self._ask(0, _TAKE, clock, vote, late)
+            return self.dealer.take(self._rank, clock, vote, order, late)
+        self._ask(0, _TAKE, clock, vote, order, late)
         batch, stop, version = map(int, self._row_from(self._asked, 0)[:3])
         if version >= 0:
             self._ahead[batch] = [(version, self._flat_from(self._asked, 0, sum(self._sizes[0])))]
@@ -220,7 +220,7 @@ class Links:
     def _answer_take(self, peer: int, numbers: Sequence[float]) -> None:
         """With the batch come the values to compute it on, if they are all here already."""
         assert self.dealer is not None and self.host is not None
-        batch, stop = self.dealer.take(peer, int(numbers[0]), int(numbers[1]), bool(numbers[2]))
+        batch, stop = self.dealer.take(peer, int(numbers[0]), int(numbers[1]), int(numbers[2]), bool(numbers[3]))
         found = None
         if batch is not None and self._need_of is not None and not any(self._hosts) and self.host.failure is None:
             found = self.host.read({0: self._need_of(batch)}, False, 0.0)

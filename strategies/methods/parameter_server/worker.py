@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.base import StepFn, StepHooks
+from lockstep.strategies.data.sampler_state import other_indices
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import fault_injection
 from lockstep.strategies.losses import detach
@@ -62,7 +63,10 @@ class Worker:
         self._parts[clock] = self._divide(window, step_fn, hooks)
         window.num_shares = 1
         while True:
-            batch, stop = self._engine.take(clock, hooks.vote().stop)
+            vote = hooks.vote()
+            batch, stop = self._engine.take(clock, vote.stop, vote.order[0])
+            if stop < 0:
+                raise other_indices(vote.order[1], "training", self._place, -1 - stop)
             if batch is None:
                 break
             if batch // self._workers == clock:

@@ -323,6 +323,11 @@ class CallsInStep(Logs):
         self.all_gather(torch.ones(1))
 
 
+class GathersInStep(Logs):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.all_gather(torch.ones(1))
+
+
 class Manual(Logs):
     def __init__(self) -> None:
         super().__init__()
@@ -372,12 +377,17 @@ class Plateau(Logs):
         (DiLoCo, {"virtual_ranks": 2}, "which DiLoCo cannot"),
         (DiLoCo, {"module": CallsInStep()}, "all_gather was called within a learner's step"),
         (
+            lambda: LocalSGD(learners=2, start=4),
+            {"module": GathersInStep()},
+            "within a share of learners=2,.*without le",
+        ),
+        (
             lambda: DiLoCo(learners=2),
             {"module": Edits()},
             "on_train_batch_end changed net.weight, but this rank calls it once for each of its",
         ),
     ],
-    ids=range(26),
+    ids=range(27),
 )
 def test_what_would_differ_between_learners_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, RuntimeError, TypeError), match=message):

@@ -144,7 +144,8 @@ def test_batches_are_handed_out_clock_by_clock_and_all_ranks_conclude_alike() ->
     assert [dealer.take(1, 10, 15)[0] for _ in range(3)] == [42, 43, None]  # its signal is too late for this clock
     assert [dealer.take(0, 11, 0)[0] for _ in range(4)] == [45, 46, 47, None]
     assert dealer.take(1, 11, 0) == (None, 15)
-    assert dealer.take(0, 12, 0) == (48, 0)
+    assert dealer.take(0, 12, 0, order=7) == (48, 0)
+    assert dealer.take(1, 12, 0, order=8) == (None, -1), "its sampler has yielded other indices than that of rank 0"
 
 
 @pytest.mark.parametrize(

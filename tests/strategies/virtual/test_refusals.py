@@ -139,7 +139,7 @@ class Embedded(Toy):
 
 
 def test_sparse_gradients() -> None:
-    with pytest.raises(ValueError, match="adds dense gradients"):
+    with pytest.raises(ValueError, match="add dense gradients"):
         fit(Embedded())
 
 
