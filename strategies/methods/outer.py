@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,16 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.checkpoint_state import LocalShard, Reader, State, Take, TensorShard, pack, unpack
 from lockstep.strategies.methods.averaging import gather_numbers, sum_over_learners
+from lockstep.strategies.methods.kept import Kept
 from lockstep.strategies.methods.learner import Learner
 from lockstep.strategies.methods.options import Rounds, made_by
 from lockstep.strategies.modules.parameter_hooks import copy_attributes
 from lockstep.strategies.sync.collectives import local
 from lockstep.strategies.sync.compression.compression import Compression, Layout
 from lockstep.strategies.sync.tree import total_of
+
+if TYPE_CHECKING:
+    from lockstep.strategies.base import Strategy
 
 Means = list[Tensor] | None
 """The mean of what learners have moved, by parameter; None if none has counted anything."""
@@ -88,6 +92,7 @@ class Outer:
         self._noted: dict[str, tuple[int, int, int]] = {}
         self._follow(optimizers)
         self.optimizer = made_by(make, list(self._weights.values()), "outer")
+        self._kept = Kept({"outer": self.optimizer})
 
     def begin(self, optimizers: Mapping[str, Optimizer], learners: Sequence[Learner]) -> None:
         """All learners, which have the model's weights, start from these."""
@@ -214,8 +219,9 @@ class Outer:
         else:
             self.optimizer.step()
 
-    def save(self, state: State, shard: LocalShard) -> None:
-        """Add the state of the outer optimizer, and what was not sent yet, to a checkpoint's."""
+    def save(self, state: State, shard: LocalShard, strategy: Strategy) -> None:
+        """Add the state of the outer optimizer, and what was not sent yet, to a checkpoint's. Every rank calls it."""
+        state.meta["outer_kept"] = self._kept.save(state.tensors, strategy)
         if self._compression is not None:
             self._compression.save(state)
         names = {id(weight): self._names[place] for place, weight in self._weights.items()}
@@ -232,6 +238,7 @@ class Outer:
         if self._compression is not None:
             self._compression.load(reader)
         weights = {self._names[place]: weight for place, weight in self._weights.items()}
+        self._kept.load(reader.meta.get("outer_kept", {}), reader)
         self.optimizer.state.clear()
         for name, entry in reader.meta.get("outer", {}).items():
             if name in weights:

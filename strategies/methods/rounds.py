@@ -326,7 +326,7 @@ class LearnerRounds(SPMDStrategy):
         learner_state.save(state, self._learners, put, gather, self.broadcast, self.topology.world_size)
         self._load(wrapped, optimizers, 0)
         assert self._outer is not None
-        self._outer.save(state, self.local_shard)
+        self._outer.save(state, self.local_shard, self)
         return state
 
     def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:

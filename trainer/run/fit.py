@@ -220,7 +220,8 @@ def _finish_epoch(
     progress = run.progress
     run.strategy.synchronize(run.wrapped)
     check_orders(run, [] if run.strategy.capabilities.synchronous else [loop.train_loader], "training")
-    if progress.global_step == steps_before and run.max_epochs is None and not stop and not batches_before:
+    ends = run.max_epochs is not None or (run.strategy.capabilities.local_steps and steps_before > 0)
+    if progress.global_step == steps_before and not ends and not stop and not batches_before:
         raise ValueError(
             f"no batch of epoch {progress.current_epoch} led to an optimizer step, so the run would not end; "
             "let training_step return a loss"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -21,7 +22,8 @@ class ClientStates:
     """
 
     def __init__(self, folder: str | None) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by `close`
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by `close`, or with this object
+        weakref.finalize(self, self._file.close)
         self._rows: dict[int, int] = {}
         self._pending: dict[int, int] = {}
         self._free: list[int] = []

@@ -28,6 +28,7 @@ from lockstep.strategies.methods.federated.copy import FreshOptimizers, RefusedO
 from lockstep.strategies.methods.federated.loader import FederatedLoader, Round, RoundSummary
 from lockstep.strategies.methods.federated.server import Server
 from lockstep.strategies.methods.federated.server import parse as parse_server
+from lockstep.strategies.methods.kept import Kept
 from lockstep.strategies.methods.options import made_by
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.optimizers import modes
@@ -104,8 +105,7 @@ class Federated(ClientSteps):
         """The last round; None before the first."""
         self._threads: int | None = None
         self._servers: dict[int, Optimizer] = {}
-        self._fresh = FreshOptimizers([])
-        self._optimizers = []
+        self._fresh, self._kept, self._optimizers = FreshOptimizers([]), Kept({}), []
         self._scale, self._samples, self._population = 1.0, 0, 0
 
     def setup(self) -> Topology:
@@ -117,10 +117,7 @@ class Federated(ClientSteps):
 
     def teardown(self) -> None:
         super().teardown()
-        self._servers, self._optimizers, self._fresh = {}, [], FreshOptimizers([])
-        if self._control is not None:
-            self._control.close()
-            self._control = None
+        self._fresh = FreshOptimizers([])  # what servers hold stays for a checkpoint after the run
         if self._threads is not None:
             torch.set_num_threads(self._threads)
             self._threads = None
@@ -157,6 +154,9 @@ class Federated(ClientSteps):
         self._servers = {
             id(optimizer): made_by(self._make_server, _held(optimizer), "server") for optimizer in self._optimizers
         }
+        self._kept = Kept({key: self._servers[id(optimizer)] for key, optimizer in optimizers.items()})
+        if self._control is not None:
+            self._control.close()
         if self.server == "scaffold":
             self._control = Control(self.client_states(self.state_dir))
         return optimizers
@@ -339,8 +339,8 @@ class Federated(ClientSteps):
         state = super().state_dict(wrapped, optimizers)
         if not (optimizers := self._with_servers(optimizers)):
             return state
-        names = parameter_names(self.unwrap(wrapped))
-        saved: dict[str, Any] = {"server": self.server if isinstance(self.server, str) else "own", "optimizers": {}}
+        names, kept = parameter_names(self.unwrap(wrapped)), self._kept.save(state.tensors, self)
+        saved: dict[str, Any] = {"server": self.server, "kept": kept, "optimizers": {}}
         for key, optimizer in optimizers.items():
             of_server = {names_of(p, names, key): value for p, value in self._servers[id(optimizer)].state.items()}
             saved["optimizers"][key] = {
@@ -364,13 +364,13 @@ class Federated(ClientSteps):
         if not (optimizers := self._with_servers(optimizers)):
             return
         saved = state.meta.get("extra", {}).get(self.name, {})
-        now = self.server if isinstance(self.server, str) else "own"
-        if saved and saved["server"] != now:
+        if saved and saved["server"] != self.server:
             raise ValueError(
-                f"the checkpoint is of server={saved['server']!r}, whose state is another than that of {now!r}; resume "
-                "with the same server, or begin a new run from its weights"
+                f"the checkpoint is of server={saved['server']!r}, whose state is not that of {self.server!r}; "
+                "resume with the same server, or begin a new run from its weights"
             )
         parameters = dict(self.unwrap(wrapped).named_parameters())
+        self._kept.load(saved.get("kept", {}), state)
         for key, optimizer in optimizers.items():
             server = self._servers[id(optimizer)]
             server.state.clear()

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Module, Trainer
+from lockstep import Loss, Module, Trainer
 from lockstep.callbacks import ModelCheckpoint
 from lockstep.strategies.methods.federated.loader import FederatedLoader
 from tests.strategies.methods.federated_runs import Regression, bits, data, fit, simulated
+from tests.strategies.methods.toys import Fading
 
 SERVERS = ("fedavg", "fedprox=0.3", "fedadam", "scaffold")
 
@@ -196,6 +197,7 @@ def resumed(folder: Path, server: Any, save_on: int, resume_on: int) -> tuple[st
         ("scaffold", 1, 2),
         ("fedadam", 1, 1),
         (Counting, 1, 1),
+        (Fading, 1, 1),
         pytest.param("scaffold", 2, 1, marks=pytest.mark.slow),
         pytest.param("fedadam", 4, 2, marks=pytest.mark.slow),
     ],
@@ -203,3 +205,27 @@ def resumed(folder: Path, server: Any, save_on: int, resume_on: int) -> tuple[st
 def test_a_run_is_resumed_to_the_bit_on_other_ranks(server: Any, save_on: int, resume_on: int, tmp_path: Path) -> None:
     whole, second = resumed(tmp_path, server, save_on, resume_on)
     assert whole == second
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("server", ["scaffold", "fedadam"])
+def test_a_checkpoint_that_is_saved_after_the_run_has_the_server(server: str, tmp_path: Path) -> None:
+    whole, first, second = (Regression() for _ in range(3))
+    fit(whole, epochs=4, server=server)
+    fit(first, epochs=2, server=server).save_checkpoint(tmp_path / "after")
+    fit(second, epochs=4, server=server, resume=tmp_path / "after")
+    assert bits(whole) == bits(second)
+
+
+class Some(Regression):
+    """Counts the samples of every other client only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Loss:
+        counted = (batch[2] % 2).sum()
+        return Loss((self.net(batch[0]) - batch[1]).square().mean() * counted, counted)
+
+
+@pytest.mark.unit
+def test_a_round_whose_clients_count_nothing_is_followed_by_others() -> None:
+    trainer = fit(Some(), epochs=None, fraction=0.01, max_steps=4)  # type: ignore[arg-type]
+    assert trainer.global_step == 4 < trainer.current_epoch

@@ -19,8 +19,18 @@ from lockstep import Module, Trainer
 from lockstep.callbacks import Callback, GradientNorm, Guard, ModelCheckpoint, WeightAveraging
 from lockstep.strategies import DiLoCo, LocalSGD, Strategy
 from lockstep.strategies.methods.averaging import add_up, subtrees
+from lockstep.strategies.methods.diloco import NESTEROV
 from lockstep.strategies.methods.options import assign
-from tests.strategies.methods.toys import Regression, data, difference, simulate, simulate_error_reset, train
+from tests.strategies.methods.toys import (
+    Fading,
+    Regression,
+    Strange,
+    data,
+    difference,
+    simulate,
+    simulate_error_reset,
+    train,
+)
 from tests.strategies.optimizers.test_probe import Rule
 from tests.strategies.virtual import runs
 
@@ -415,12 +425,12 @@ def test_checkpoints_go_from_and_to_other_strategies(tmp_path: Path) -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("learners", [1, 2])
-def test_the_outer_momentum_is_resumed(learners: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("learners", "outer"), [(1, NESTEROV), (2, NESTEROV), (2, Fading)])
+def test_the_outer_optimizer_is_resumed(learners: int, outer: Any, tmp_path: Path) -> None:
     def run(resume: Path | None) -> Regression:
         module = Regression(partial(AdamW, lr=1e-2))
         trainer = Trainer(
-            strategy=DiLoCo(learners=learners, period=3), devices=1, max_steps=12, logger=False, seed=1,
+            strategy=DiLoCo(learners=learners, period=3, outer=outer), devices=1, max_steps=12, logger=False, seed=1,
             accelerator="cpu", precision="64-true", enable_progress_bar=False,
             callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=6, save_top_k=-1)],
         )  # fmt: skip
@@ -430,6 +440,13 @@ def test_the_outer_momentum_is_resumed(learners: int, tmp_path: Path) -> None:
     whole = run(None)
     (half,) = tmp_path.rglob("*step=6*")
     assert difference([*run(half).parameters()], [*whole.parameters()]) == 0
+
+
+@pytest.mark.unit
+def test_state_of_the_outer_optimizer_without_a_parameter_is_refused(tmp_path: Path) -> None:
+    trainer = fit(DiLoCo(learners=2, period=2, outer=Strange))
+    with pytest.raises(ValueError, match="Strange, which the strategy steps, keeps 'all' in its state, which"):
+        trainer.save_checkpoint(tmp_path / "all")
 
 
 @pytest.mark.ranks
