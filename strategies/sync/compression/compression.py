@@ -21,7 +21,14 @@ from lockstep.strategies.checkpoint_state import Reader, State, TensorShard
 from lockstep.strategies.sync.collectives import local
 from lockstep.strategies.sync.compression.compressor import Compressor, Encoding, Exact, real
 from lockstep.strategies.sync.compression.exchange import Exchange, Payload
-from lockstep.strategies.sync.compression.kept import apart, check_memory, keeping_nothing, mark_memory
+from lockstep.strategies.sync.compression.kept import (
+    apart,
+    check_memory,
+    decoded,
+    encoded,
+    keeping_nothing,
+    mark_memory,
+)
 
 PREFIX = "strategy/compression"
 """Of names in a checkpoint: `/residual/<parameter>` and `/velocity/<parameter>`, with the shares as first dimension,
@@ -208,20 +215,21 @@ class Compression:
         self, exchange: Exchange, encodings: list[Encoding], inputs: list[list[Tensor]], flags: list[Tensor]
     ) -> tuple[list[Tensor], Tensor]:
         """Means over shares of what is decoded, and the flags of all shares. Leaves in `inputs` what was not sent."""
-        own, marks = self._encoded(encodings, inputs, flags)
+        sent, marks = self._encoded(encodings, inputs, flags)
         rows = zip(flags, marks, strict=True)
-        everyone = exchange.gather([[pair, *payloads] for pair, payloads in zip(rows, own, strict=True)])
+        everyone = exchange.gather([[pair, *payloads] for pair, payloads in zip(rows, sent, strict=True)])
         found = self._found(payloads[0] for payloads in everyone)
         means: list[Tensor] = []
         first = self.layout.own[0]
         for i, encoding in enumerate(encodings):
             total = None
             for share, payloads in enumerate(everyone):
-                decoded = self._current.decode(payloads[i + 1], replace(encoding, share=share))
-                if 0 <= share - first < len(inputs):
-                    inputs[share - first][i].sub_(decoded)
+                own = inputs[share - first][i] if 0 <= share - first < len(inputs) else None
+                value = decoded(self._current, payloads[i + 1], replace(encoding, share=share), own)
+                if own is not None:
+                    own.sub_(value)
                     self._stop(share - first, i, payloads[i + 1], encoding)
-                total = decoded if total is None else total.add_(decoded)
+                total = value if total is None else total.add_(value)
             assert total is not None
             means.append(total.div_(len(everyone)))
         return means, found
@@ -240,9 +248,9 @@ class Compression:
         found = exchange.gather([[pair] for pair in zip(flags, marks, strict=True)])
         for own, (values, payloads) in enumerate(zip(inputs, last, strict=True)):
             for i, (value, payload, encoding) in enumerate(zip(values, payloads, encodings, strict=True)):
-                value.sub_(self._current.decode(payload, apart(encoding, encoding.share, self._current)))
+                value.sub_(decoded(self._current, payload, apart(encoding, encoding.share, self._current), value))
                 self._stop(own, i, payload, encoding)
-        means = [self._current.decode(mean, e) for mean, e in zip(averages, encodings, strict=True)]
+        means = [decoded(self._current, mean, e, None) for mean, e in zip(averages, encodings, strict=True)]
         return means, self._found(payloads[0] for payloads in found)
 
     def _found(self, rows: Iterable[Payload]) -> Tensor:
@@ -279,11 +287,11 @@ class Compression:
         return found, marks
 
     def _checked(self, encoding: Encoding, finite: Tensor) -> Payload:
-        payload = self._current.encode(finite, encoding)
+        payload = encoded(self._current, finite, encoding)
         spec = [(tensor.shape, tensor.dtype) for tensor in payload]
         key = (torch.Size((len(encoding.means), *encoding.shape)), encoding.dtype)
         if spec != self._specs.get(key):  # what the other ranks send in this step too, whatever they encode
-            zeros = self._current.encode(torch.zeros_like(finite), apart(encoding, encoding.share, self._current))
+            zeros = encoded(self._current, torch.zeros_like(finite), apart(encoding, encoding.share, self._current))
             self._specs[key] = [(tensor.shape, tensor.dtype) for tensor in zeros]
         if spec != self._specs[key]:
             raise ValueError(

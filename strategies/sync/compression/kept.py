@@ -47,6 +47,53 @@ def keeping_nothing(compressor: Compressor) -> Iterator[None]:
         )
 
 
+def encoded(compressor: Compressor, tensor: Tensor, encoding: Encoding) -> list[Tensor]:
+    """What `encode` gives, with contiguous tensors. Raises TypeError for what is not a list of tensors or cannot be
+    averaged, RuntimeError if the tensor was changed."""
+    before, payload = tensor._version, compressor.encode(tensor, encoding)
+    if _is_ours(compressor):
+        return list(payload)
+    if not isinstance(payload, list | tuple) or not all(isinstance(each, Tensor) for each in payload):
+        raise TypeError(
+            f"{type(compressor).__name__}.encode must return a tuple or list of tensors, but returned "
+            f"{type(payload).__name__}"
+        )
+    if compressor.linear and (wrong := [each.dtype for each in payload if not each.is_floating_point()]):
+        raise TypeError(
+            f"{type(compressor).__name__} says linear = True, so its payloads are averaged, but encode returned a "
+            f"tensor of {wrong[0]}; return floating-point tensors, or say linear = False"
+        )
+    _refuse_written(compressor, tensor, before, "encode")
+    return [each.contiguous() for each in payload]
+
+
+def decoded(compressor: Compressor, payload: Sequence[Tensor], encoding: Encoding, source: Tensor | None) -> Tensor:
+    """What `decode` gives. Raises TypeError or ValueError if that is not of the gradient's shape, RuntimeError if
+    it has changed `source`, of which the payload may be a view."""
+    if _is_ours(compressor):
+        return compressor.decode(payload, encoding)
+    before = 0 if source is None else source._version
+    found: Any = compressor.decode(payload, encoding)
+    if not isinstance(found, Tensor):
+        raise TypeError(f"{type(compressor).__name__}.decode must return a tensor, but returned {type(found).__name__}")
+    if found.shape != torch.Size(encoding.shape):
+        raise ValueError(
+            f"{type(compressor).__name__}.decode must return a tensor of encoding.shape={list(encoding.shape)}, but "
+            f"returned one of {list(found.shape)}"
+        )
+    if source is not None:
+        _refuse_written(compressor, source, before, "decode")
+    return found.to(encoding.dtype)
+
+
+def _refuse_written(compressor: Compressor, tensor: Tensor, before: int, method: str) -> None:
+    if tensor._version != before:
+        raise RuntimeError(
+            f"{type(compressor).__name__}.{method} changed the tensor that is encoded in place, so that what was not "
+            "sent of it would be lost; compute another tensor, or clone it"
+        )
+
+
 def apart(encoding: Encoding, share: int, compressor: Compressor) -> Encoding:
     """That of a share, whose memory changes that of no other."""
     if _is_ours(compressor):
@@ -80,6 +127,9 @@ def _is_ours(compressor: Compressor) -> bool:
 
 def _marks(compressor: Compressor) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    for kind in reversed(type(compressor).__mro__):
+        if issubclass(kind, Compressor) and not kind.__module__.startswith(_OURS):
+            _mark("", {name: value for name, value in vars(kind).items() if not name.startswith("_")}, found, _DEPTH)
     _mark("", vars(compressor), found, _DEPTH)
     return found
 

@@ -342,6 +342,29 @@ class DrawingAnywhere(Halving):
         return payload[0] * torch.rand((), dtype=torch.float64)
 
 
+class OfItsClass(Halving):
+    seen: list[int] = []
+
+    def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
+        self.seen.append(encoding.step)
+        return payload[0] / len(self.seen)
+
+
+class InPlace(Halving):
+    def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        return (tensor.div_(2),)
+
+
+class ThroughPayload(Halving):
+    linear = True
+
+    def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        return (tensor,)
+
+    def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
+        return payload[0].div_(2)
+
+
 class OwnMemory(Halving):
     def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
         encoding.memory["before"] = tensor.clone()
@@ -356,6 +379,9 @@ class OwnMemory(Halving):
         (Momentum, r"Momentum changed before\['w'\] while"),
         (Drawing, "Drawing changed generator while"),
         (DrawingAnywhere, "DrawingAnywhere drew from torch's own random numbers"),
+        (OfItsClass, "OfItsClass changed seen"),
+        (InPlace, "InPlace.encode changed the tensor that is encoded in place"),
+        (ThroughPayload, "ThroughPayload.decode changed the tensor that is encoded in place"),
         (OwnMemory, "OwnMemory.encode has put into encoding.memory what only its own share has"),
     ],
 )
@@ -363,6 +389,40 @@ def test_what_no_checkpoint_has_is_refused(kind: type[Compressor], message: str)
     run = Run(kind(), {"w": (2,)}, 2)
     with pytest.raises(RuntimeError, match=message):
         _ = [run.step([*gradients({"w": (2,)}, 2, step)]) for step in range(2)]
+
+
+class Returning(Halving):
+    def __init__(self, linear: bool, encoded: Any, decoded: Any = lambda tensor: tensor) -> None:
+        self.linear, self.encoded, self.decoded = linear, encoded, decoded
+
+    def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        return self.encoded(tensor)
+
+    def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
+        return self.decoded(payload[0])
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("linear", [False, True])
+def test_what_a_compressor_returns_is_checked(linear: bool) -> None:
+    def step(encoded: Any, decoded: Any = lambda tensor: tensor) -> list[Tensor | None]:
+        return Run(Returning(linear, encoded, decoded), {"w": (2, 3)}, 2).step([*gradients({"w": (2, 3)}, 2, 0)])
+
+    with pytest.raises(TypeError, match="encode must return a tuple or list of tensors, but returned Tensor"):
+        step(lambda tensor: tensor)
+    with pytest.raises(TypeError, match="decode must return a tensor, but returned list"):
+        step(lambda tensor: (tensor,), lambda tensor: [tensor])
+    with pytest.raises(ValueError, match=r"a tensor of encoding.shape=\[2, 3\], but returned one of \[6\]"):
+        step(lambda tensor: (tensor,), torch.flatten)
+    if linear:
+        with pytest.raises(TypeError, match="linear = True.* encode returned a tensor of torch.int8"):
+            step(lambda tensor: (tensor.sign().to(torch.int8),))
+    expected = step(lambda tensor: (tensor.float(),))
+    for found in (
+        step(lambda tensor: (tensor.float().t(),), torch.t),  # not contiguous
+        step(lambda tensor: (tensor.float(),), lambda tensor: tensor.float()),  # of another dtype
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
 
 
 class Cached(Halving):
