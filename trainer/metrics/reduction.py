@@ -158,8 +158,8 @@ def _weighed_by_samples(
         return [values.pop()], [1.0]
     if store.exact:
         raise RuntimeError(
-            f"{entry.name!r} was logged outside of a batch with another value on each rank, which with virtual_ranks "
-            "would depend on their number; log it in the step, or log a torchmetrics Metric"
+            f"{entry.name!r} was logged outside of a batch with another value on each rank, so that its mean would "
+            "depend on their number; log it in the step, or log a torchmetrics Metric"
         )
     store.of_their_own.append(entry.name)
     return [value * weight for value, weight in pairs], [float(weight) for _, weight in pairs]

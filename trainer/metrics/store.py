@@ -308,9 +308,8 @@ class MetricStore:
         """
         if self.exact:
             raise ValueError(
-                f"a scheduler that monitors {name!r} in each step adds it over ranks in their order; with "
-                "virtual_ranks "
-                'give it interval="epoch"'
+                f"a scheduler that monitors {name!r} in each step adds it over ranks in their order, so that it would "
+                'depend on their number; give it interval="epoch"'
             )
         entry = self.entries.get(name) or self.entries.get(name.removesuffix("_step"))
         mine = [0.0, 0.0]

@@ -312,6 +312,14 @@ def test_no_rank_waits_for_another_within_a_round() -> None:
     fit(DiLoCo(period=4), devices=2, callbacks=[CountsCalls(4)], log_every_n_steps=1)
 
 
+@pytest.mark.ranks
+def test_a_value_of_each_rank_is_refused_in_words_of_learners() -> None:
+    with pytest.raises(
+        RuntimeError, match="'rank' was logged .* another value on each rank, so that its mean would dep"
+    ):
+        fit(LocalSGD(period=2), LogsItsOwn(), devices=2, max_steps=None, max_epochs=1)
+
+
 class Scheduled(Logs):
     def configure_optimizers(self) -> Any:
         optimizer = SGD(self.parameters(), lr=1.0)
@@ -331,6 +339,11 @@ def test_a_schedule_moves_with_steps_for_which_the_last_learner_has_no_samples(s
 class CallsInStep(Logs):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.all_gather(torch.ones(1))
+
+
+class LogsItsOwn(Logs):
+    def on_train_epoch_end(self) -> None:
+        self.log("rank", float(self.global_rank))
 
 
 class GathersInStep(Logs):
