@@ -160,6 +160,12 @@ class ShardedLoader:
         """Whether batches may hold fewer samples than were asked for, as the user's own function makes them."""
         return self._source.may_filter
 
+    @property
+    def rows_each(self) -> tuple[float, float]:
+        """The least and the most rows that a collate function has made of a sample in what was read so far; infinity
+        and 0 if nothing tells."""
+        return self._source.least, self._source.most
+
     def __len__(self) -> int:
         """Batches (`Window.num_batches`) of an epoch on each rank. Raises TypeError where that is unknown."""
         if self._source.num_micro_batches is None:

@@ -94,7 +94,7 @@ class Source(ABC):
     order: Order = 0, ""
     """Of a user's sampler, up to the last piece; hashed where there are several processes."""
 
-    _least, _most = math.inf, 0.0
+    least, most = math.inf, 0.0
     """Rows for each sample asked for, in the batches so far."""
 
     @abstractmethod
@@ -121,8 +121,8 @@ class Source(ABC):
         """
         found = count_samples(batch, asked)
         if found and (each := rows_each(batch, asked)):
-            self._least, self._most = min(each, self._least), max(each, self._most)
-            if self._least < self._most > 1:
+            self.least, self.most = min(each, self.least), max(each, self.most)
+            if self.least < self.most > 1:
                 return None
         return found
 

@@ -55,6 +55,8 @@ class MetricStore:
         """Loaders of an evaluation that gave this rank a sample."""
         self.is_ambiguous = False
         """Whether nothing tells how many samples the running batch holds, so that a mean over it has no weight."""
+        self.weighs = False
+        """Whether a mean was weighted by the samples of its batch."""
         self.in_batch = False
         """Whether a batch is being worked on: decides the defaults of `on_step` and `on_epoch`."""
         self.training = training
@@ -121,6 +123,7 @@ class MetricStore:
             weight = 1.0
         elif batch_size is None:
             weight = self.weight
+            self.weighs |= self.in_batch
             if self.is_ambiguous and self.in_batch:
                 raise ValueError(
                     f"self.log({name!r}) cannot weigh a mean over a batch that does not show how many samples its "

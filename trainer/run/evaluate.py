@@ -38,6 +38,7 @@ from lockstep.trainer.seeding import rng_state, set_rng_state
 from lockstep.trainer.setup import held_parameters
 from lockstep.trainer.setup.loaders import (
     check_orders,
+    check_rows,
     evaluation_loaders,
     follow_evaluation,
     loaders_of,
@@ -218,6 +219,7 @@ def evaluate(run: RunState, module: Module, loaders: list[ShardedLoader], stage:
             metrics.num_loaders += metrics.samples > before
         buffers.check(f"{what.name}_step")
         check_orders(run, loaders, what.kind)
+        check_rows(run, loaders, metrics.weighs)
         metrics.suffix, metrics.weight = "", 1.0
         early: list[Reduced] = []
         if what.epoch_end:  # which read what the steps have logged, and log more

@@ -23,7 +23,7 @@ from lockstep.trainer.run import evaluate, publish, saving
 from lockstep.trainer.run.guards import check_weight
 from lockstep.trainer.run.hooks import is_users, refuse_skip
 from lockstep.trainer.setup import assigned, prepare
-from lockstep.trainer.setup.loaders import check_orders, follow_training, samples_of_all
+from lockstep.trainer.setup.loaders import follow_training, samples_of_all
 from lockstep.trainer.setup.own_steps import in_its_place, with_local_steps
 from lockstep.trainer.setup.prepare import FitLoop
 from lockstep.trainer.setup.share_ends import clear_learners, end_shares, turns
@@ -194,6 +194,8 @@ def finish_window(
     elif run.strategy.ranks_meet and loop.windows_seen == 1:
         publish.preview(run)
     last, run.window_is_open, run.stop_was_voted = window.micro_batches[-1], False, result.stop == 1
+    if loop.windows_seen == 1 and run.strategy.ranks_meet:
+        guards.check_data(loop.train_loader, last.output)
     set_phase(progress.global_step, CALLBACKS)
     run.validation_follows = bool(loop.val_loaders) and _validation_follows(run, loop)
     ends = hooks.on_train_batch_end if window.num_shares <= 1 else end_shares(run, module, window, streams)
@@ -213,15 +215,13 @@ def finish_window(
     return stop or (result.stop > 0 and saving.may_stop(run)) or done
 
 
-def _finish_epoch(
-    run: RunState, module: Module, loop: FitLoop, stop: bool, steps_before: int, batches_before: int
-) -> bool:
+def _finish_epoch(run: RunState, module: Module, loop: FitLoop, stop: bool, steps: int, batches: int) -> bool:
     """After an epoch's last window, or one after which training stops; whether training continues."""
     progress = run.progress
     run.strategy.synchronize(run.wrapped)
-    check_orders(run, [] if run.strategy.capabilities.synchronous else [loop.train_loader], "training")
-    ends = run.max_epochs is not None or (run.strategy.capabilities.local_steps and steps_before > 0)
-    if progress.global_step == steps_before and not ends and not stop and not batches_before:
+    loop.guards.check_data(loop.train_loader)
+    ends = run.max_epochs is not None or (run.strategy.capabilities.local_steps and steps > 0)
+    if progress.global_step == steps and not ends and not stop and not batches:
         raise ValueError(
             f"no batch of epoch {progress.current_epoch} led to an optimizer step, so the run would not end; "
             "let training_step return a loss"

@@ -19,10 +19,11 @@ from lockstep.strategies.modules.unused_parameters import refuse_unstepped
 from lockstep.strategies.optimizers.hidden_state import held_by
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.run import saving
+from lockstep.trainer.setup.loaders import check_orders, check_rows
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import StepResult
-    from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+    from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
     from lockstep.trainer.module import Module
     from lockstep.trainer.run.state import RunState
 
@@ -36,6 +37,8 @@ class Guards:
         self.run = run
         self.module = module
         self.options = run.guard
+        self._weighs = False
+        """Whether a loss or a logged mean was weighted by the samples of its batch."""
         synchronous = run.strategy.capabilities.synchronous
         self.compares_every = self.options.check_replicas_every_n_steps if run.world_size > 1 and synchronous else None
         """Optimizer steps between comparisons of the ranks' parameters, None for none."""
@@ -144,6 +147,15 @@ class Guards:
                 "was finite: check the learning rate and the optimizer's other numbers in that step, or go back to "
                 "an older checkpoint"
             )
+
+    def check_data(self, loader: ShardedLoader, output: Any = None) -> None:
+        """Raise RuntimeError or ValueError, on all ranks, if they read in other orders where no step compares these, or
+        batches that were not weighted alike. Every rank calls it after the first step, with what that returned, and at
+        the end of epochs."""
+        run = self.run
+        self._weighs |= not self.module.automatic_optimization or _is_mean(output) or run.metrics.weighs
+        check_orders(run, [] if run.strategy.capabilities.synchronous else [loader], "training")
+        check_rows(run, [loader], self._weighs)
 
     def check_unowned(self, optimizers: Sequence[Optimizer]) -> None:
         """After a backward: raise ValueError if a gradient has reached a parameter that no optimizer steps.
@@ -255,17 +267,20 @@ def _owned(optimizers: Iterable[Optimizer]) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
+def _is_mean(output: Any) -> bool:
+    """Whether what a step returned is weighted by the samples of its batch."""
+    if isinstance(output, Mapping):
+        return not isinstance(output.get("loss"), Loss | None)
+    return not isinstance(output, Loss | None)
+
+
 def check_weight(run: RunState, window: Window, micro_batch: MicroBatch) -> None:
     """Raise ValueError for the mean over a batch that does not show its number of samples, where that matters."""
     module, output = run.module, micro_batch.output
     automatic = module is None or module.automatic_optimization
     if run.strategy.topology.data_size == 1 and run.shares is None and len(window.micro_batches) == 1:
         return
-    if automatic and (
-        output is None
-        or isinstance(output, Loss)
-        or (isinstance(output, Mapping) and isinstance(output.get("loss"), Loss | None))
-    ):
+    if automatic and not _is_mean(output):
         return
     raise ValueError(
         f"the loader's collate function was given {micro_batch.num_samples} samples, and batch {micro_batch.batch_idx} "

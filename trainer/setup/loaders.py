@@ -128,6 +128,26 @@ def check_orders(run: RunState, loaders: Sequence[ShardedLoader], kind: str) -> 
             raise other_indices(name, kind, f"rank {rank}", 0)
 
 
+def check_rows(run: RunState, loaders: Sequence[ShardedLoader], weighed: bool) -> None:
+    """Raise ValueError, on all ranks, if a collate function has made more rows of a sample on one rank than on another,
+    whose means were `weighed` as if it made equally many. Every rank calls it once it has read some batches.
+
+    A rank by itself sees only that its own batches differ.
+    """
+    loaders = [loader for loader in loaders if loader.may_filter]
+    if run.world_size == 1 or not loaders:
+        return
+    mine = [loader.rows_each if weighed else (math.inf, 0.0) for loader in loaders]
+    found = run.strategy.all_gather(torch.tensor(mine, dtype=torch.float64))
+    for least, most in zip(found[..., 0].amin(0).tolist(), found[..., 1].amax(0).tolist(), strict=True):
+        if least < most > 1:
+            raise ValueError(
+                f"the loader's collate function makes {least:g} rows of a sample on one rank and {most:g} on another, "
+                "so the mean over a batch cannot be weighted among ranks; return Loss(total, count) from "
+                "training_step, and give self.log batch_size="
+            )
+
+
 def samples_of_all(run: RunState, window: Window) -> int:
     """The samples that collate functions left in a window, over all ranks. Every rank calls it."""
     mine = sum(micro_batch.num_samples for micro_batch in window.micro_batches)

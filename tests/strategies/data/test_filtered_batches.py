@@ -191,3 +191,32 @@ def test_two_rows_of_one_sample_have_no_weight_beside_two_of_each() -> None:
     trainer = quiet(strategy="ddp", devices=2, accelerator="cpu", precision="64-true", split_batches=True)
     with pytest.raises(ValueError, match="does not show how many samples its collate function left in it"):
         trainer.fit(Plain(), loader)
+
+
+class Indices(Plain):
+    """Its steps see the number of a sample in each of its rows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch.double()[:, None].expand(-1, 8)
+        return super().training_step((x, batch % 2), batch_idx)
+
+    validation_step = training_step
+
+
+def crops(items: list[int]) -> Any:
+    """Two of even numbers, three of odd ones."""
+    return torch.tensor([item for item in items for _ in range(2 + item % 2)])
+
+
+@pytest.mark.ranks
+def test_ranks_that_make_other_numbers_of_rows_of_a_sample_are_refused_in_the_first_step() -> None:
+    """Each rank by itself sees equally many in all of its batches."""
+    numbers, options = (
+        DataLoader(range(12), 1, collate_fn=crops),
+        {"strategy": "ddp", "devices": 2, "accelerator": "cpu"},
+    )  # type: ignore[arg-type]
+    said = "makes 2 rows of a sample on one rank and 3 on another, so the mean over a batch cannot be weighted"
+    with pytest.raises(ValueError, match=said):
+        quiet(max_steps=1, precision="64-true", **options).fit(Indices(), numbers)
+    with pytest.raises(ValueError, match=said):
+        quiet(**options).validate(Indices().double(), numbers)
