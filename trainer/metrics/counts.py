@@ -16,21 +16,39 @@ _Calls = tuple[Callable[..., Any], ...]
 
 
 def watch_training(run: RunState, module: Module) -> None:
+    """Look around the first batches, whose hooks are as they were afterwards."""
     hooks = run.hooks
-    watch = CountsWatch(run, module, hooks.on_train_batch_start, hooks.on_train_batch_end)
+    starts, ends = hooks.on_train_batch_start, hooks.on_train_batch_end
+
+    def put_back() -> None:
+        hooks.on_train_batch_start, hooks.on_train_batch_end = starts, ends
+
+    watch = CountsWatch(run, module, "train", starts, ends, put_back)
     hooks.on_train_batch_start, hooks.on_train_batch_end = watch.starts, watch.ends
 
 
-class CountsWatch:
-    """`starts` and `ends`, which are called around each batch, with a look before and after them on rank 0, as long as
-    there is something to see."""
+def _nothing() -> None: ...
 
-    def __init__(self, run: RunState, module: Module, starts: _Calls, ends: _Calls) -> None:
-        self._run, self.starts, self.ends = run, starts, ends
+
+class CountsWatch:
+    """`starts` and `ends`, which are called around each batch, with a look before and after them on rank 0, where the
+    loop runs for the first time."""
+
+    def __init__(
+        self,
+        run: RunState,
+        module: Module,
+        loop: str,
+        starts: _Calls,
+        ends: _Calls,
+        done: Callable[[], None] = _nothing,
+    ) -> None:
+        self._run, self.starts, self.ends, self._done = run, starts, ends, done
         place, can = run.strategy.topology, run.strategy.capabilities
         watches = place.data_size > 1 and run.is_global_zero and can.exact and run.shares is None
-        if not watches or environment.in_plan():
+        if not watches or loop in run.watched or environment.in_plan():
             return
+        run.watched.add(loop)
         own = [item for item in run.callbacks if not type(item).__module__.startswith("lockstep.")]
         owners = {"": module} | {type(item).__name__: item for item in (run.datamodule, *own) if item is not None}
         self._counts = PartialCounts(
@@ -46,3 +64,5 @@ class CountsWatch:
 
     def _end(self, output: Any, batch: Any, *_: Any) -> None:
         self._counts.end(int(self._run.metrics.weight), batch, output)
+        if self._counts.done:
+            self._done()

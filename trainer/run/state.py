@@ -116,6 +116,8 @@ class RunState:
     failed_loggers: list[Logger] = field(default_factory=list)
     noticed_names: set[str] = field(default_factory=set)
     """Metric names of which was reported that ranks logged values of their own."""
+    watched: set[str] = field(default_factory=set)
+    """The loops whose first batches were watched for counts of a part."""
     compiled: Compiled | None = None
     undo: list[Callable[[], None]] = field(default_factory=list)
     """Gives back torch's settings that this run has changed."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.callbacks import Callback
 from lockstep.strategies.sync.buffers import refusing_counts
 from lockstep.strategies.sync.counts import PartialCounts
+from lockstep.trainer.metrics.counts import CountsWatch
 from tests.trainer.test_user_code import Base, batches, quiet
 
 
@@ -120,9 +121,13 @@ class Counts(Base):
 
 class CountsToo(Callback):
     total = 0
+    is_watched = True
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.total += len(batch[0])
+        hooks = trainer._run.hooks
+        owners = [getattr(hook, "__self__", None) for hook in (*hooks.on_train_batch_start, *hooks.on_train_batch_end)]
+        self.is_watched = any(isinstance(owner, CountsWatch) for owner in owners)
 
 
 @pytest.mark.ranks
@@ -141,9 +146,10 @@ def test_counts_of_a_run_are_named_on_one_rank(
     with warnings.catch_warnings(record=True) as caught:  # those of this process; ranks print theirs
         warnings.simplefilter("always")
         trainer = quiet(
-            strategy=strategy, devices=2, accelerator="cpu", split_batches=True, max_epochs=1, callbacks=[CountsToo()]
+            strategy=strategy, devices=2, accelerator="cpu", split_batches=True, max_epochs=2, callbacks=[CountsToo()]
         )
         trainer.fit(Counts(), batches(16, torch.float32), batches(16))
+    assert not trainer.callbacks[0].is_watched, "nothing is called once it is known"
     printed = [*capfd.readouterr().err.splitlines(), *(str(item.message) for item in caught)]
     lines = [line for line in printed if "attributes add up a part" in line]
     assert {line.split("one process: ")[1].split("; ")[0] for line in lines} == named
