@@ -173,3 +173,48 @@ def make_it_move(group: dict[str, Any]) -> None:
         group["lr"] = 1e-3
     if "capturable" in group:
         group["capturable"] = False
+
+
+def step_counts(optimizer: Optimizer) -> dict[tuple[int, Any], float]:
+    """The numbers in attributes, groups and state of an optimizer, by where they are."""
+    return {
+        (i, key): float(value)
+        for i, held in enumerate(_places(optimizer))
+        for key, value in held.items()
+        if _is_number(value)
+    }
+
+
+def counting(counts: list[dict[tuple[int, Any], float]]) -> set[tuple[int, Any]]:
+    """Which of these numbers have grown by one in each step."""
+    before, between, after = counts
+    return {
+        place
+        for place, now in after.items()
+        if now - between.get(place, now) == 1 == between[place] - before.get(place, now)
+    }
+
+
+def make_older(optimizer: Optimizer, counts: list[dict[tuple[int, Any], float]], age: int) -> None:
+    """Set the numbers that count steps, by these `step_counts` of three steps, to `age`."""
+    places = _places(optimizer)
+    for i, key in counting(counts):
+        value = places[i][key]
+        if isinstance(value, Tensor):
+            with torch.no_grad():
+                value.fill_(age)
+        else:
+            places[i][key] = type(value)(age)
+
+
+def _places(optimizer: Optimizer) -> list[dict[Any, Any]]:
+    found: list[Any] = []
+    for each in Contents(optimizer).optimizers:
+        found += [vars(each), *each.param_groups, *each.state.values()]
+    return [held for held in found if isinstance(held, dict)]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and not value.requires_grad
+    return isinstance(value, int | float) and not isinstance(value, bool)

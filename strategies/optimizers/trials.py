@@ -13,13 +13,25 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.launch.rng import has_drawn, seed_streams, stream_states
 from lockstep.strategies.modules.parameter_hooks import attributes, copy_attributes
-from lockstep.strategies.optimizers.copies import Contents, closure_step, duplicate, make_it_move, plain_step
+from lockstep.strategies.optimizers.copies import (
+    Contents,
+    closure_step,
+    counting,
+    duplicate,
+    make_it_move,
+    make_older,
+    plain_step,
+    step_counts,
+)
 
 MAX_DIM = 136
 """Dimensions of the small tensors: above 128, up to which some optimizers take a matrix for a vector."""
 KEPT_PER_GROUP = 3
 SCALES = (1.0, 100.0, 0.01, 1.0, 10.0, 1.0)
 """Factors of the gradient in each step: thresholds (clipping, trust regions) are crossed in both directions."""
+
+AGES = (20, 1000, 100_000)
+"""Numbers to which what counts steps is set afterwards: what begins late, or is done at every tenth step, is tried."""
 
 
 class Trial(NamedTuple):
@@ -42,6 +54,7 @@ class Trials:
         self._optimizer = optimizer
         self._call: Callable[[Optimizer, Callable[[], Any]], Any] = plain_step
         self._sparse = False
+        self._ages: tuple[int, ...] = AGES
         self.keeps_numbers = False
         walk = Contents(optimizer)
         self._parameters = walk.parameters
@@ -99,7 +112,11 @@ class Trials:
         at_first = copy.deepcopy(group_numbers(duplicate))
         seed_streams(7)
         states = stream_states()
-        for k, scale in enumerate(SCALES):
+        counts = [step_counts(duplicate)]
+        for step, (k, scale) in enumerate([*enumerate(SCALES), *[*enumerate(SCALES[:3])] * len(self._ages)]):
+            late, first = divmod(step - len(SCALES), 3)
+            if late >= 0 and not first:
+                make_older(duplicate, counts[-3:], self._ages[late] - 2)
 
             def closure(k: int = k, scale: float = scale) -> Tensor:
                 loss = torch.zeros((), dtype=torch.float64)
@@ -112,6 +129,10 @@ class Trials:
 
             closure()
             self._call(duplicate, closure)
+            if step < len(SCALES):
+                counts.append(step_counts(duplicate))
+            if len(counts) > len(SCALES) and not counting(counts[-3:]):
+                break
         drew = has_drawn(states) or any(not torch.equal(g.get_state(), s) for g, s in self._generators)
         moved = [(t.detach() - b).flatten() for t, b in zip(tensors, before, strict=True)]
         numbers = group_numbers(duplicate)

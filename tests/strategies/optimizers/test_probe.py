@@ -237,6 +237,51 @@ def test_the_probe_says_what_an_optimizer_reads_and_leaves_no_trace(name: str) -
     assert streams[2] == np.random.get_state()[1].tolist()  # type: ignore[union-attr]
 
 
+class Late(Optimizer):
+    """Clips by the global norm from some step on, which it counts in one of several places."""
+
+    def __init__(self, params: Any, count_in: str, begins: Callable[[int], bool]) -> None:
+        self.steps, self.count_in, self.begins = 0, count_in, begins
+        super().__init__(params, {"lr": 0.1, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", torch.zeros(())) + 1
+            counts = {"attribute": self.steps, "group": group["steps"], "state": int(state["step"])}
+            if self.begins(counts[self.count_in]):
+                by_global_norm(group["params"], group)
+            else:
+                for p in group["params"]:
+                    p -= 0.1 * p.grad
+
+
+@pytest.mark.parametrize("count_in", ["attribute", "group", "state"])
+@pytest.mark.parametrize(
+    "begins",
+    [lambda t: t > 8, lambda t: t > 500, lambda t: t % 100 == 0, lambda t: 10 < t < 30],
+    ids=["late", "later", "often", "for a time"],
+)
+def test_what_an_optimizer_begins_late_in_a_run_is_found(count_in: str, begins: Callable[[int], bool]) -> None:
+    optimizer = Late(nn.Linear(3, 3).parameters(), count_in, begins)
+    assert probe(optimizer).kind == "coupled"
+    assert optimizer.steps == optimizer.param_groups[0]["steps"] == 0 and not optimizer.state
+
+
+def test_an_optimizer_that_fails_late_is_tried_early() -> None:
+    def rule(params: list[Tensor], group: dict[str, Any]) -> None:
+        group["steps"] += 1
+        assert group["steps"] < 15, "trained for too long"
+        for p in params:
+            p -= 0.1 * p.grad
+
+    assert probe(Rule(nn.Linear(3, 3).parameters(), rule, steps=0)).kind == "elementwise"
+
+
 def test_an_optimizer_that_reads_the_number_of_dimensions_does_not_flatten() -> None:
     def decays_matrices(params: list[Tensor], group: dict[str, Any]) -> None:
         for p in params:
