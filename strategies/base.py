@@ -148,7 +148,7 @@ class StepHooks(NamedTuple):
     log_scope: Callable[[int], AbstractContextManager[Any]] = _no_scope
     """A strategy that runs the step on parts of a micro-batch does so within `log_scope(number of samples)`, in any
     thread; the caller weights by it what the step logs. What is logged within `log_scope(0)` does not count: the step
-    runs on these samples a second time, or on another rank."""
+    runs on these samples a second time, or on another rank. Entering it may give the list of what is logged."""
     before_backward: Callable[[Tensor], None] | None = None
     """Called with each loss, as the step returned it."""
     after_backward: Callable[[], None] | None = None

@@ -8,16 +8,17 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 
 def cut(batch: Any, num_rows: int, num_parts: int) -> list[tuple[Any, int]]:
     """`batch` in at most `num_parts` parts, larger ones first, with the number of rows of each.
 
-    Tensors whose first dimension is `num_rows` are cut, as are lists and tuples of one item a sample; so is what named
-    tuples, dataclasses, mappings, other lists and objects with a `to` of their own hold. All else is given to each part
-    whole. Raises ValueError for an object with a tensor of another first dimension, and for a list of which it is not
-    clear what its items are.
+    Tensors and arrays whose first dimension is `num_rows` are cut, as are lists and tuples of one item a sample; so is
+    what named tuples, dataclasses, mappings, other lists and objects with a `to` of their own hold. All else is given
+    to each part whole. Raises ValueError for an object with a tensor of another first dimension, and for a list of
+    which it is not clear what its items are.
     """
     num_parts = max(1, min(num_parts, num_rows))
     if num_parts == 1:
@@ -36,6 +37,14 @@ def rebuilt(batch: Any, num_rows: int) -> Any:
     try:
         return _rows(batch, num_rows, 0, num_rows)
     except ValueError:
+        return batch
+
+
+def copied(batch: Any) -> Any:
+    """A copy that a step may change; `batch` itself, where its class does not let it be copied."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:
         return batch
 
 
@@ -58,14 +67,19 @@ def made_of(kind: type, parts: Mapping[str, Any]) -> Any:
 
 def has_rows(batch: Any, num_rows: int) -> bool:
     """Whether a tensor somewhere in `batch` has `num_rows` rows."""
-    if isinstance(batch, Tensor):
-        return batch.dim() > 0 and len(batch) == num_rows
+    if isinstance(batch, Tensor | np.ndarray):
+        return batch.ndim > 0 and len(batch) == num_rows
     return any(has_rows(item, num_rows) for item in _items(batch))
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """The tensors that `batch` holds."""
+    return [batch] if isinstance(batch, Tensor) else [t for item in _items(batch) for t in tensors_of(item)]
 
 
 def signature(batch: Any) -> Any:
     """What the shapes within a step follow from: types, and shapes and dtypes of tensors, to compare and to look up."""
-    if isinstance(batch, Tensor):
+    if isinstance(batch, Tensor | np.ndarray):
         return batch.shape, batch.dtype
     items = _items(batch)
     if not items:
@@ -95,9 +109,14 @@ def _is_plain_object(batch: Any) -> bool:
 
 
 def _rows(batch: Any, num_rows: int, start: int, stop: int) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[start:stop] if batch.dim() > 0 and len(batch) == num_rows else batch
     part: Any
+    if isinstance(batch, Tensor | np.ndarray):
+        if batch.ndim == 0 or len(batch) != num_rows:
+            return batch
+        own = batch[start:stop]
+        return (
+            own if isinstance(own, np.ndarray) or own.requires_grad else own.data
+        )  # with its own version: changing it changes no other rows
     if isinstance(batch, Mapping):
         rows = {key: _rows(value, num_rows, start, stop) for key, value in batch.items()}
         if type(batch) is dict or not isinstance(batch, MutableMapping):
@@ -137,7 +156,7 @@ def _object_rows(batch: Any, num_rows: int, start: int, stop: int) -> Any:
     """A shallow copy with the rows of each tensor; only where every tensor has one row a sample is it clear what the
     object's parts are."""
     for name, value in vars(batch).items():
-        odd = [t for t in _tensors(value) if t.dim() and len(t) != num_rows]
+        odd = [t for t in tensors_of(value) if t.dim() and len(t) != num_rows]
         if odd:
             raise ValueError(
                 f"a batch of class {type(batch).__name__} cannot be split, as the first dimension of its {name} "
@@ -148,7 +167,3 @@ def _object_rows(batch: Any, num_rows: int, start: int, stop: int) -> Any:
     for name, value in vars(batch).items():
         part.__dict__[name] = _rows(value, num_rows, start, stop)
     return part
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    return [batch] if isinstance(batch, Tensor) else [t for item in _items(batch) for t in _tensors(item)]

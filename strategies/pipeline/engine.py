@@ -109,14 +109,14 @@ class Engine:
             feed.prepare(index)
             with (
                 self._precision.autocast(wrapped.device),
-                feed.hooks.log_scope(feed.parts[index].num_samples if last else 0),
+                feed.hooks.log_scope(feed.parts[index].num_samples if last else 0) as logged,
             ):
-                arrive = functools.partial(open_stage.arrive, index)
+                arrive, call = functools.partial(open_stage.arrive, index), functools.partial(step, index)
+                where = stage, received, arrive, self._layout, feed.seed(index)
                 with open_stage.noting_hooks(index) if wrapped.splits_backward else nullcontext():
-                    output, sent = wrapped.run_stage(
-                        stage, received, arrive, self._layout, feed.seed(index), functools.partial(step, index)
-                    )
+                    output, sent = wrapped.run_stage(*where, call, None if last else logged)
                 arrive()  # where the step has not come to a layer of this stage
+            feed.check_written(len(self.stages))
             if last:
                 return self._weighed(feed, feed.parts[index].num_samples, output, received)
             return (
@@ -214,6 +214,7 @@ class Engines:
     ) -> None:
         """Forward and backward of all micro-batches; `send` is called before the last backward."""
         assert wrapped.state is not None
+        wrapped.inference.unlogged = functools.partial(hooks.log_scope, 0)
         last = len(window.micro_batches) - 1
         if last and hooks.whole_gradients and (self._topology.data_size > 1 or wrapped.tied.by_group):
             raise partial_gradient("what ranks of a pipeline have in common is summed once a step")
@@ -254,7 +255,7 @@ class Engines:
         engine = self._known.pop(key, None)
         if engine is None:
             with self._precision.autocast(wrapped.device), feed.hooks.log_scope(0):
-                layouts = (wrapped.layout_of(functools.partial(feed.step, i)) for i in feed.known)
+                layouts = (wrapped.layout_of(functools.partial(feed.learn, i)) for i in feed.known)
                 layout = next(filter(None, layouts), None)
             if layout is None:
                 return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import Layer, is_metric, measures
+from lockstep.strategies.pipeline.hook_state import Enclosed, hook_holders
 from lockstep.strategies.pipeline.partition import Cut
 
 _NUMBERS = (int, float, complex, np.number)
@@ -45,7 +47,8 @@ class StepState:
         free = parts.free()
         outside = [m for m in model.modules() if m not in inside | free and not is_metric(m)]
         self._outside: list[_Holder] = [*outside, *model.parameters()]
-        self._layers = [m for m in (*own, *free) if not type(m).__module__.startswith("torch.nn.")]
+        self._layers: list[Any] = [m for m in (*own, *free) if not type(m).__module__.startswith("torch.nn.")]
+        self._own_code, self._hooked, self._registered = self._layers, [*own, *free, *outside], -1
         self._tensors = [t for m in (*outside, *free) if not measures(m) for t in _tensors_of(m)]
         self._tensors += [t for m in own for t in _tensors_of(m) if id(t) in shared]
         self._layer_tensors = [t for m in own if not measures(m) for t in _tensors_of(m)]
@@ -59,16 +62,27 @@ class StepState:
         self._held: dict[_Place, Tensor] | None = None
         self._partial: set[_Place] = set()
 
+    def around(self, wants: str, is_last: bool) -> AbstractContextManager[None]:
+        """Around a run of the step, for what a `stage_run.Run` wants."""
+        if wants == "stage":
+            return self.run(is_last)
+        return self.side_effect_free() if wants == "inputs" else self.evaluation()
+
     @contextmanager
     def micro_batch(self, sizes_of_parts: Sequence[int]) -> Iterator[None]:
         """Around all runs of a step on one micro-batch, whose parts have so many samples. Raises RuntimeError naming
         what they have changed that cannot be followed."""
         self._start, self._end, self._held = _numbers(self._outside), None, None
         self._partial.clear()
+        if self._registered != RemovableHandle.next_id:
+            self._registered = RemovableHandle.next_id
+            known = [holder for holder in self._layers if isinstance(holder, Enclosed)]
+            self._layers = [*self._own_code, *hook_holders(self._hooked, known)]
         self._inside, sizes = _kept(self._layers), _sizes(self._outside)
         tensors = [*self._tensors, *self._layer_tensors] if len(sizes_of_parts) > 1 else self._tensors
         versions = [t._version for t in tensors]
         yield
+        self._refuse_counting()  # in the backward
         self._refuse_grown(sizes, "training_step")
         self._refuse_counting_samples(sizes_of_parts)
         if versions != [t._version for t in tensors]:
@@ -183,7 +197,8 @@ class StepState:
             if _differ(before.get(place), now.get(place)):
                 key = (id(place[0]), place[1], place[2])
                 if key in self._changed_once:
-                    self._refuse(f"calls a layer that counts in {self._name(place)}", f"count {_ADVICE}")
+                    what = "hook" if isinstance(place[0], Enclosed) else "layer"
+                    self._refuse(f"calls a {what} that counts in {self._name(place)}", f"count {_ADVICE}")
                 self._changed_once.add(key)
 
     def _refuse(self, what: str, instead: str) -> NoReturn:

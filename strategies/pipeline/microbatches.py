@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.strategies.base import Loss, StepFn, StepHooks
-from lockstep.strategies.data.batch_slices import cut, has_rows, rebuilt
+from lockstep.strategies.data.batch_slices import copied, cut, has_rows, rebuilt, tensors_of
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import MicroBatch
 from lockstep.strategies.launch.rng import seed_streams
@@ -54,13 +54,49 @@ class Feed:
     hooks: StepHooks
     before_last_backward: Callable[[], None] | None
     tally: Tally
+    shared: frozenset[int] = frozenset()
+    """The ids of tensors that all parts of the micro-batch are given whole."""
+    written: list[Tensor] = field(default_factory=list)
+    """Tensors of the last part that ran which the step has changed in place."""
+
+    def learn(self, index: int) -> Any:
+        """`step` on a copy of a part, to find out what travels."""
+        holder = self.holder(index)
+        batch, holder.batch = holder.batch, copied(holder.batch)
+        try:
+            return self.step(index)
+        finally:
+            holder.batch = batch
+
+    def holder(self, index: int) -> Any:
+        """What holds the batch that `step` gives to the user's step."""
+        return self.parts[index]
 
     def step(self, index: int) -> Any:
         """The user's step on a part, from random streams that begin alike on all stages."""
         seed_streams(mix(self.noise, index, 0))
         with refusing(_PARTS, every=True):
             part = self.parts[index]
-            return self.step_fn(rebuilt(part.batch, part.num_samples), self.batch_idx)  # which a step may change
+            batch = rebuilt(part.batch, part.num_samples)  # which a step may change
+            before = [(tensor, tensor._version) for tensor in tensors_of(batch)]
+            try:
+                return self.step_fn(batch, self.batch_idx)
+            finally:
+                self.written = [tensor for tensor, version in before if tensor._version != version]
+
+    def check_written(self, num_stages: int) -> None:
+        """Raise RuntimeError if a step has changed a tensor that another run of it is given too; this rank has
+        `num_stages`."""
+        if any(id(tensor) in self.shared for tensor in self.written):
+            raise RuntimeError(
+                "training_step changes a tensor of the batch in place that has no row a sample, so that all parts of a "
+                "micro-batch, for each of which a pipeline runs it, share it; compute a new tensor"
+            )
+        if self.written and num_stages > 1:
+            raise RuntimeError(
+                f"training_step changes a tensor of the batch in place, but a rank runs it for each of its {num_stages}"
+                " stages of the pipeline; compute a new tensor, or choose schedule='1f1b'"
+            )
 
     def prepare(self, index: int) -> None:
         """Called before a stage of this rank runs a part."""
@@ -136,9 +172,11 @@ def feeds_of(
     tally: Tally,
 ) -> list[Feed]:
     """The runs of a micro-batch; `before_last_backward` is called in the last of them."""
+    found = runs(micro_batch, num_parts)
+    shared = frozenset(map(id, tensors_of(micro_batch.batch) if sum(map(len, found)) > 1 else ()))
     feeds = [
-        Feed(step_fn, micro_batch.batch_idx, parts, mix(*noise, k), scale, hooks, None, tally)
-        for k, parts in enumerate(runs(micro_batch, num_parts))
+        Feed(step_fn, micro_batch.batch_idx, parts, mix(*noise, k), scale, hooks, None, tally, shared)
+        for k, parts in enumerate(found)
     ]
     if feeds:
         feeds[-1].before_last_backward = before_last_backward

@@ -86,6 +86,25 @@ def check(
                 )
 
 
+def advice(names: Sequence[str], order: Sequence[int], num_stages: int) -> str:
+    """What to do where layers, of these names, are called in another `order` than they are defined."""
+    last = {index: place for place, index in enumerate(order)}
+    first = {index: len(order) - 1 - place for place, index in enumerate(reversed(order))}
+    good = [
+        names[k]
+        for k in sorted(first)
+        if any(i < k for i in last) and max(last[i] for i in last if i < k) < min(first[i] for i in first if i >= k)
+    ]
+    if len(good) < num_stages - 1:
+        return (
+            f"no split into {num_stages} stages works: define layers in the order in which they are called, use fewer "
+            "stages, or use strategy='ddp' or 'fsdp'"
+        )
+    return (
+        f"define layers in the order in which they are called, or give split: stages can begin with {', '.join(good)}"
+    )
+
+
 def stages(
     parts: Cut, num_stages: int, split: Sequence[str] | None = None, costs: Sequence[float] | None = None
 ) -> list[int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,15 +13,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeCopyMode,
 )
-from torch.utils._pytree import tree_map_only
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.strategies.data.batch_slices import signature
 from lockstep.strategies.launch.rng import kept_streams
-from lockstep.strategies.modules.parameter_hooks import FORWARD, copy_attributes, copy_module, users_hooks
-from lockstep.strategies.pipeline.fake_tensors import (
+from lockstep.strategies.modules.parameter_hooks import FORWARD, users_hooks
+from lockstep.strategies.pipeline.microbatch_state import attributes_of, containers_of, is_other
+from lockstep.strategies.pipeline.partition import Cut, advice
+from lockstep.strategies.pipeline.shapes.containers import Returned, containers, filled
+from lockstep.strategies.pipeline.shapes.fake_layers import FakeLayers
+from lockstep.strategies.pipeline.shapes.fake_tensors import (
     Blank,
     Mode,
     Origins,
@@ -34,16 +38,11 @@ from lockstep.strategies.pipeline.fake_tensors import (
     is_plain_object,
     known_objects,
 )
-from lockstep.strategies.pipeline.microbatch_state import attributes_of, containers_of, is_other
-from lockstep.strategies.pipeline.partition import Cut
 from lockstep.strategies.pipeline.stage_run import (
     NOTHING,
     Layout,
     Message,
     Place,
-    Returned,
-    containers,
-    filled,
     quiet,
     refuse_capturing,
 )
@@ -83,6 +82,7 @@ class ShapeInference:
 
     def __init__(
         self,
+        model: nn.Module,
         parts: Cut,
         stage_of: Sequence[int],
         beside_layers: Sequence[tuple[nn.Module, str]],
@@ -93,27 +93,31 @@ class ShapeInference:
         self._free = parts.free()
         self._mode = Mode()
         self._beside_layers = beside_layers
-        self._fake_layers = [self._fake(layer.module) for layer in parts.layers]
+        self.layers = FakeLayers(parts.layers, model, self._mode, device)
         own: list[Any] = [shell._parameters[name] for shell, name in beside_layers]
         with self._mode:
             self._fake_beside = [self._mode.fake(p.detach()).to(device).requires_grad_(p.requires_grad) for p in own]
-        self._at_setup = self._registered = RemovableHandle.next_id
-        self._hooks = [[key for kind in FORWARD for key, _ in users_hooks(mine, kind)] for mine, _ in self._pairs()]
+        self._registered = RemovableHandle.next_id
+        self._hooks = [
+            [key for kind in FORWARD for key, _ in users_hooks(mine, kind)] for mine, _ in self.layers.pairs()
+        ]
         self._num_hooks = 0
-        self._num_users = Counter(mine for mine, _ in self._pairs())
+        self._num_users = Counter(mine for mine, _ in self.layers.pairs())
+        self.edits: set[int] = set()
+        """Layers that change what they are given in place."""
         self.outside: list[nn.Module] = []
         """The modules around the layers, in which code between layers and hooks may keep tensors."""
         self._pass: _Pass | None = None
         self.kept_streams: Callable[[], AbstractContextManager[None]] = kept_streams
         """Gives random streams back what a run on fake tensors has drawn."""
+        self.unlogged: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """A context in which what layers log does not count."""
         self.known: dict[Any, Layout] = {}
         """The layouts by what the inputs look like."""
 
     def forget(self) -> None:
         """Find layouts again, as other parameters are trained."""
-        for layer, fake in zip(self._layers, self._fake_layers, strict=True):
-            for mine, theirs in zip(layer.module.parameters(), fake.parameters(), strict=True):
-                theirs.requires_grad_(mine.requires_grad)
+        self.layers.follow_trainability()
         for (shell, name), own in zip(self._beside_layers, self._fake_beside, strict=True):
             own.requires_grad_(shell._parameters[name].requires_grad)  # type: ignore[union-attr]
         self.known.clear()
@@ -125,7 +129,7 @@ class ShapeInference:
             (leaf.shape, leaf.dtype)
             if isinstance(leaf, Tensor)
             else leaf
-            if isinstance(leaf, (bool, int, float, str, type(None)))
+            if isinstance(leaf, (bool, int, str, type(None)))
             else signature(leaf)
             for leaf in leaves
         )
@@ -148,25 +152,31 @@ class ShapeInference:
         return self.known[key]
 
     def _infer(self, key: Any, args: Any, kwargs: Any) -> Layout:
-        for mine, theirs in self._pairs():
-            theirs.training = mine.training  # BatchNorm takes a batch of one in evaluation only
-            for kind in FORWARD:
-                hooks = {key: self._tried(key, hook) for key, hook in users_hooks(mine, kind)}
-                setattr(theirs, kind, OrderedDict(hooks))
-                setattr(theirs, f"{kind}_with_kwargs", getattr(mine, f"{kind}_with_kwargs"))
+        self.layers.follow()
         outer, running = self._pass, _Pass(Origins(self._stage_of, self._fake_beside))
         self._pass = running
         kept = {*self._free, *self.outside}
         state = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in kept]
         contents = [(held, held.copy()) for module in self.outside for held in containers_of(module)]
         try:
-            with torch.enable_grad(), self.kept_streams(), self.without_first_stage(), quiet(), running.origins:
+            with (
+                torch.enable_grad(),
+                self.kept_streams(),
+                self.unlogged(),
+                self.without_first_stage(),
+                quiet(),
+                running.origins,
+            ):
                 result = self._net.forward(*args, **kwargs)
                 self._need_attributes(running)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except RuntimeError as error:
+            of_values = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+            if not of_values and "not supported for tensor subclasses" not in str(error):  # of numpy()
+                raise
             raise ValueError(
                 f"what {self._name} does between its layers must follow from shapes in a pipeline, but it reads values "
-                f"that layers have computed ({error.func}); decide within one layer, or use strategy='ddp' or 'fsdp'"
+                f"that layers have computed ({getattr(error, 'func', error)}); decide within one layer, or use "
+                "strategy='ddp' or 'fsdp'"
             ) from error
         finally:
             self._pass = outer
@@ -181,7 +191,7 @@ class ShapeInference:
             missing = self._layers[self._stage_of.index(running.stage + 1)].name
             running.error = f"{self._name} called no layer of stage {running.stage + 1}, which begins with {missing}"
         if running.error:
-            raise ValueError(f"{running.error}; {self._advice(running.order)}")
+            raise ValueError(f"{running.error}; {self._advice(running)}")
         self._need(running, self._name, flatten(result)[0])
         for leaf in flatten((args, kwargs), is_object)[0]:
             lost = running.origins.of(leaf) if isinstance(leaf, Tensor) else ()
@@ -222,14 +232,17 @@ class ShapeInference:
                 self._need(running, name, leaves)
         held = containers(args, kwargs)
         before = [content(container) for container in held]
-        pairs = zip(self._layers[index].module.modules(), self._fake_layers[index].modules(), strict=True)
-        watched = [pair for pair in pairs if self._num_users[pair[0]] == 1]  # each stage runs what several use
+        watched = [
+            pair for pair in self.layers.pairs(index) if self._num_users[pair[0]] == 1
+        ]  # each stage runs what several use
         watched += [(module, module) for module in self.outside]
         attributes = [attributes_of(child) for _, child in watched]
         held_before = flatten(held)[0]
         places = {id(leaf): i for i, leaf in reversed(list(enumerate(held_before)))}
-        with running.origins.of_layer(leaves, running.stage), self._mode:
-            output = self._fake_layers[index](*args, **kwargs)
+        with running.origins.of_layer(leaves, running.stage) as written:
+            output = self.layers(index, args, kwargs)
+        if written:
+            self.edits.add(index)
         changed = [i for i, container in enumerate(held) if content(container) != before[i]]
         for container in (held[i] for i in changed if isinstance(held[i], set)):
             raise ValueError(
@@ -252,35 +265,28 @@ class ShapeInference:
         ]
         return returned.give(held, held_before) if isinstance(returned, Returned) else returned
 
-    def _pairs(self) -> Iterator[tuple[nn.Module, nn.Module]]:
-        """The modules of the layers, and their copies without data."""
-        for layer, fake in zip(self._layers, self._fake_layers, strict=True):
-            yield from zip(layer.module.modules(), fake.modules(), strict=True)
+    def unseen(self, index: int, args: Any, kwargs: Any) -> tuple[Any, list[Place]]:
+        """What stands for a call of a layer that the run of the model on fake tensors did not make, and the attributes
+        that it sets."""
+        outer, running = self._pass, _Pass(Origins(self._stage_of, ()), self._stage_of[index])
+        self._pass = running
+        try:
+            with torch.enable_grad(), self.kept_streams(), self.unlogged(), quiet():
+                return self.layer(index, args, kwargs), running.attributes[index, 0]
+        finally:
+            self._pass = outer
 
     def hooks(self) -> int:
         """A number that is another one when forward hooks of layers have been registered; layouts are then found
         again."""
         if self._registered != RemovableHandle.next_id:
             self._registered = RemovableHandle.next_id
-            found = [[key for kind in FORWARD for key, _ in users_hooks(mine, kind)] for mine, _ in self._pairs()]
+            found = [[key for kind in FORWARD for key, _ in users_hooks(mine, kind)] for mine, _ in self.layers.pairs()]
             if found != self._hooks:
                 self._hooks = found
                 self._num_hooks += 1
                 self.known.clear()
         return self._num_hooks
-
-    def _tried(self, key: int, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """A hook that was registered during the run may read values, as those that watch a model do."""
-        if key < self._at_setup:
-            return hook
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return hook(*args, **kwargs)
-            except (DataDependentOutputException, DynamicOutputShapeException):
-                return None
-
-        return called
 
     def _need_attributes(self, running: _Pass) -> None:
         """What code between layers has kept in attributes is there for the step, which the last stage ends."""
@@ -296,6 +302,13 @@ class ShapeInference:
 
     def _refuse_opaque(self, name: str, values: Any) -> None:
         """Raise ValueError if a layer returns or changes an object whose tensors cannot be sent."""
+        if any(
+            isinstance(leaf, PackedSequence) for leaf in tree_leaves(values, lambda x: isinstance(x, PackedSequence))
+        ):
+            raise ValueError(
+                f"{name} returns a PackedSequence, whose shapes follow from values, so a pipeline cannot send it; let "
+                "the layer return pad_packed_sequence(..., total_length=...), and pack it again in the next"
+            )
         for leaf in flatten(values)[0]:
             if is_plain_object(leaf) and any(map(is_fake, held_deep(leaf))):
                 raise ValueError(
@@ -335,30 +348,14 @@ class ShapeInference:
         if not chosen and not sources:
             raise ValueError(
                 f"{name} begins stage {stage} but neither it nor what follows takes anything that the layers before "
-                f"it have computed; {self._advice(running.order)}"
+                f"it have computed; {self._advice(running)}"
             )
         like = [*(leaves[i] for i in chosen), *(origins.tensors[source] for source in sources)]
         tensors = [torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad) for t in like]
         return Message(tuple(chosen), tuple(sources), tuple(tensors))
 
-    def _advice(self, order: list[int]) -> str:
-        """What to do where layers are called in another order than they are defined."""
-        last = {index: place for place, index in enumerate(order)}
-        first = {index: len(order) - 1 - place for place, index in enumerate(reversed(order))}
-        good = [
-            self._layers[k].name
-            for k in sorted(first)
-            if any(i < k for i in last) and max(last[i] for i in last if i < k) < min(first[i] for i in first if i >= k)
-        ]
-        if len(good) < self._stage_of[-1]:
-            return (
-                f"no split into {self._stage_of[-1] + 1} stages works: define layers in the order in which they are "
-                "called, use fewer stages, or use strategy='ddp' or 'fsdp'"
-            )
-        return (
-            "define layers in the order in which they are called, or give split: stages can begin with "
-            f"{', '.join(good)}"
-        )
+    def _advice(self, running: _Pass) -> str:
+        return advice([layer.name for layer in self._layers], running.order, self._stage_of[-1] + 1)
 
     @contextmanager
     def without_first_stage(self, received: Mapping[Source, Tensor] = NOTHING) -> Iterator[None]:
@@ -375,22 +372,3 @@ class ShapeInference:
                     del shell.__dict__[name]
                 else:
                     shell.__dict__[name] = value
-
-    def _fake(self, module: nn.Module) -> nn.Module:
-        """A copy without data, as if on the device."""
-        with FakeCopyMode(self._mode):
-            fake = copy_module(module, self._mode.copies(module))
-        moved: dict[int, Tensor] = {}
-        with self._mode:
-            for child in fake.modules():
-                for holder in (child._parameters, child._buffers):
-                    for name, tensor in holder.items():
-                        if tensor is not None and tensor.device != self._device:
-                            if id(tensor) not in moved:
-                                there = tensor.detach().to(self._device)
-                                if isinstance(tensor, nn.Parameter):
-                                    there = nn.Parameter(there, requires_grad=tensor.requires_grad)
-                                    copy_attributes(tensor, there)
-                                moved[id(tensor)] = there
-                            holder[name] = moved[id(tensor)]  # type: ignore[assignment]
-        return fake

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from lockstep.strategies.pipeline.fake_tensors import Blank, Source, is_plain_object
 from lockstep.strategies.pipeline.microbatch_state import OfOtherStage
+from lockstep.strategies.pipeline.shapes.containers import Returned, containers, shapes
+from lockstep.strategies.pipeline.shapes.fake_tensors import Blank, Source
 
 Place = tuple[nn.Module, str, Any]
 """An attribute of a module; in a dict or list, with its key."""
@@ -32,6 +33,10 @@ class Message(NamedTuple):
     """What else later stages need of this and earlier ones: skip connections."""
     tensors: tuple[Tensor, ...]
     """Shapes, dtypes and requires_grad of both, as tensors on the meta device."""
+
+    @property
+    def kinds(self) -> Any:
+        return self.leaves, self.sources, [(t.shape, t.dtype, t.requires_grad) for t in self.tensors]
 
     @property
     def num_bytes(self) -> int:
@@ -54,85 +59,14 @@ class Layout(NamedTuple):
     attributes: dict[tuple[int, int], list[Place]]
     """What a layer, or a hook of it, sets in attributes, by layer and call."""
 
-
-@dataclass
-class Returned:
-    """What a call of a layer came to: its output, and the containers that it was given and has changed, by index."""
-
-    output: Any
-    contents: dict[int, Any]
-
-    @classmethod
-    def of(cls, output: Any, held: Sequence[Any], changed: Iterable[int], before: Mapping[int, int]) -> Any:
-        """`held` are the containers that it was given, `before` the places of what they held, by `id`. The output
-        alone, if it has nothing to do with them."""
-        places = {id(container): i for i, container in enumerate(held)}
-
-        def is_held(node: Any) -> bool:
-            return id(node) in places
-
-        def is_kept(leaf: Any) -> bool:
-            return isinstance(leaf, Tensor) and id(leaf) in before
-
-        marked = tree_map_only(is_held, lambda node: _Given(places[id(node)]), output, is_leaf=is_held)
-        contents = {i: tree_map_only(is_kept, lambda leaf: _Kept(before[id(leaf)]), held[i]) for i in changed}
-        is_plain = not contents and not any(isinstance(leaf, _Given) for leaf in tree_leaves(marked))
-        return output if is_plain else cls(marked, contents)
-
-    def give(self, held: Sequence[Any], before: Sequence[Any]) -> Any:
-        """Change the containers `held`, which held `before`, as the layer did, and return its output."""
-        for i, content in self.contents.items():
-            filled(held[i], tree_map_only(_Kept, lambda kept: before[kept.place], content))
-        return tree_map_only(_Given, lambda given: held[given.place], self.output)
-
-
-class _Given:
-    """Stands for a container that a layer was given and returns."""
-
-    __slots__ = ("place",)
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-
-
-class _Kept(_Given):
-    """Stands for what a container has held before."""
-
-    __slots__ = ()
-
-
-def containers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What a layer is given that may hold tensors, and that it may change."""
-    return [
-        value
-        for value in (*args, *kwargs.values())
-        if isinstance(value, list | tuple | Mapping | deque | set) or is_dataclass(value) or is_plain_object(value)
-    ]
-
-
-def filled(container: Any, content: Any) -> Any:
-    """`container` with what `content` holds: the same object if it can be changed, of the same structure within."""
-    if type(container) is not type(content) or isinstance(container, Tensor):
-        return content
-    if isinstance(container, tuple) and len(container) == len(content) and not hasattr(container, "_fields"):
-        return tuple(map(filled, container, content))
-    if isinstance(container, list | deque):
-        new = [filled(*pair) for pair in zip(container, content, strict=False)] + list(content)[len(container) :]
-        container.clear()
-        container.extend(new)
-    elif type(container) in (dict, OrderedDict, defaultdict):
-        _fill(container, content)
-    elif is_plain_object(container) and not isinstance(container, tuple | Mapping):
-        _fill(vars(container), vars(content))
-    else:
-        return content
-    return container
-
-
-def _fill(container: dict[Any, Any], content: Mapping[Any, Any]) -> None:
-    new = {key: filled(container[key], value) if key in container else value for key, value in content.items()}
-    container.clear()
-    container.update(new)
+    def checked(self, other: Layout, name: str) -> Layout:
+        """This layout. Raises RuntimeError if other tensors travel in `other`, for a batch of the same shapes."""
+        if [message.kinds for message in self.messages] != [message.kinds for message in other.messages]:
+            raise RuntimeError(
+                f"shapes of what {name} is called with, and of what its layers send each other, must follow from the "
+                "shapes of the batch in a pipeline, but two batches of one shape led to two; pad them alike"
+            )
+        return self
 
 
 class Leave(BaseException):
@@ -169,6 +103,8 @@ class Run:
     """Stand-ins in attributes that layers of earlier stages set: where, under which key, and the value they replace."""
     links: Links | None = None
     """Called where this stage begins and ends."""
+    logged: Sequence[Any] | None = None
+    """What the step has logged so far, if that does not count."""
 
     def arrived(self) -> dict[Source, Tensor]:
         """Wait until `received` is there, and return `skips`."""
@@ -194,8 +130,7 @@ class Run:
         assert self.layout is not None and self.links is not None
         self.links.passing(self)
         call = index, self.calls[index]
-        for module, name, key in self.layout.attributes.get(call, ()):
-            self._hide(module, name, key)
+        self.hide(self.layout.attributes.get(call, ()))
         self.calls[index] += 1
         blank = self.layout.outputs[call]  # new objects a call: those of another micro-batch are others
         if call not in self.layout.skips:
@@ -208,8 +143,30 @@ class Run:
                 leaves[i] = leaf.tensor() if skip is None else skip.clone()  # which user code may change in place
         return tree_unflatten(leaves, spec)
 
+    @contextmanager
+    def in_layer(self, name: str) -> Iterator[None]:
+        """Around the call of a layer of this stage. Raises RuntimeError if it logs something that does not count."""
+        num_logged = len(self.logged or ())
+        self.inside = False  # layers within it are called as parts of it
+        yield
+        self.inside = True
+        if self.logged is not None and len(self.logged) > num_logged:
+            raise RuntimeError(
+                f"{name} logs {self.logged[num_logged][0]!r}, but a pipeline counts what is logged on the rank of the "
+                "last stage, and this layer is on another; return the value and log it in training_step"
+            )
+
+    def knows(self, index: int) -> bool:
+        """Whether shape inference has seen the call of a layer that comes next."""
+        assert self.layout is not None
+        return (index, self.calls[index]) in self.layout.outputs
+
+    def hide(self, places: Iterable[Place]) -> None:
+        """Set attributes as a layer of an earlier stage has done, to what refuses to be used."""
+        for place in places:
+            self._hide(*place)
+
     def _hide(self, module: nn.Module, name: str, key: Any) -> None:
-        """Set an attribute as a layer of an earlier stage has done, to what refuses to be used."""
         holder = vars(module) if key is None else vars(module).get(name)
         stand_in = OfOtherStage(f"{type(module).__name__}.{name}" + ("" if key is None else f"[{key!r}]"))
         if isinstance(holder, list):
@@ -229,15 +186,30 @@ class Run:
                 del holder[key]
                 holder.update({} if before is NOTHING else {key: before})
 
-    def keep(self, index: int, output: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Keep what a layer of this stage returned, if a later stage needs it."""
+    def keep(
+        self, index: int, output: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, reads_values: bool
+    ) -> None:
+        """Keep what a layer of this stage returned, if a later stage needs it. Raises RuntimeError if a layer that
+        reads values returned other shapes than shape inference gave."""
         assert self.layout is not None
         call = index, self.calls[index]
         self.calls[index] += 1
+        expected = self.layout.outputs.get(call)
+        if isinstance(expected, Returned):
+            output = Returned.of(output, containers(args, kwargs), expected.contents, {})
+        found, inferred = (shapes(output), shapes(expected)) if reads_values and expected is not None else ([], [])
+        if found != inferred:
+            raise RuntimeError(
+                f"shapes of what layers return must follow from those of their inputs in a pipeline, but {name} reads "
+                f"values and returns {found} where shape inference gave {inferred}; pad it, or use strategy='ddp'"
+            )
+        if reads_values:
+            warnings.warn(
+                f"{name} reads values of tensors, which in a pipeline are those of a part of the micro-batch: it gives "
+                "the numbers of one process if it treats samples one by one",
+                stacklevel=2,
+            )
         for source in self.layout.skips.get(call, ()):
-            expected = self.layout.outputs[call]
-            if isinstance(expected, Returned):
-                output = Returned.of(output, containers(args, kwargs), expected.contents, {})
             self.arrived()[source] = tree_leaves(output)[source.leaf].clone()
 
     def beside(self) -> dict[Source, Tensor]:
@@ -286,6 +258,21 @@ class Links:
         return sent
 
 
+def check_like(tensor: Tensor, expected: Tensor, name: str, layer: str) -> None:
+    """Raise RuntimeError for a tensor that `layer` is given, and that is not as shape inference expected."""
+    if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+        found, inferred = f"{list(tensor.shape)} {tensor.dtype}", f"{list(expected.shape)} {expected.dtype}"
+        raise RuntimeError(
+            f"shapes and dtypes within {name} must follow from those of its inputs, "
+            f"but {layer} is given {found} where shape inference gave {inferred}"
+        )
+    if tensor.requires_grad and not expected.requires_grad:
+        raise RuntimeError(
+            f"what layers compute a gradient for must follow from shapes within {name}, but {layer} is given a tensor "
+            "with a gradient where shape inference gave one without"
+        )
+
+
 class Stage(nn.Module):
     """What torch's PipelineStage runs: one stage, whose forward is the user's step as far as the stage goes."""
 
@@ -301,6 +288,24 @@ class Stage(nn.Module):
 
     def forward(self, *received: Tensor, nothing: None) -> Any:
         return self.run(self.index, received)  # type: ignore[misc]
+
+
+def refuse_recomputing(name: str) -> None:
+    """Raise RuntimeError in the recomputation of a checkpoint: layers on several ranks do not recompute alike."""
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            f"training_step calls torch.utils.checkpoint around {name}, whose layers are on several ranks of a "
+            "pipeline; call the module itself, and give Pipeline(activation_checkpointing=True)"
+        )
+
+
+def refuse_uncalled(name: str, output: Any) -> None:
+    """Raise ValueError for what a step has returned without a call of the pipelined module, but for None."""
+    if output is not None:
+        raise ValueError(
+            f"a pipelined module is called once a step, but the step returned a loss without calling {name}; call it, "
+            "or name another module"
+        )
 
 
 UNREACHED = "appears to not have been used in the graph"

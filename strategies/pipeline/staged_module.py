@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,11 +29,23 @@ from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import is_metric
-from lockstep.strategies.pipeline.fake_tensors import Source, is_fake
 from lockstep.strategies.pipeline.microbatch_state import StepState
 from lockstep.strategies.pipeline.partition import Cut, holding_stages
 from lockstep.strategies.pipeline.shape_inference import ShapeInference
-from lockstep.strategies.pipeline.stage_run import Layout, Leave, Links, Run, Stage, explained, filled, received
+from lockstep.strategies.pipeline.shapes.containers import filled
+from lockstep.strategies.pipeline.shapes.fake_tensors import Source, is_fake
+from lockstep.strategies.pipeline.stage_run import (
+    Layout,
+    Leave,
+    Links,
+    Run,
+    Stage,
+    check_like,
+    explained,
+    received,
+    refuse_recomputing,
+    refuse_uncalled,
+)
 from lockstep.strategies.pipeline.stage_tensors import StageTensors, Tied
 
 
@@ -71,12 +83,9 @@ class Staged(nn.Module):
         self.tensors = StageTensors(model, parts, self.stage_of, self.rank_of, rank, device)
         """Which rank holds what."""
         self.tied: Tied
-        self.inference = ShapeInference(parts, self.stage_of, self.tensors.beside_layers, device)
+        self.inference = ShapeInference(model, parts, self.stage_of, self.tensors.beside_layers, device)
         inside = {child for layer in self.layers for child in layer.module.modules()} | parts.free()
         self.inference.outside = [child for child in model.modules() if child not in inside and not is_metric(child)]
-        self._edits_input = [
-            any(getattr(child, "inplace", False) for child in layer.module.modules()) for layer in self.layers
-        ]
         self.tensors.replace_absent()
         self._patch()
         self.stages = {stage: self._stage(stage) for stage in self.here}
@@ -128,7 +137,7 @@ class Staged(nn.Module):
         output, left = self._pass(Run(wants="inputs"), step)
         if left is not None:
             return self._learned
-        self._refuse_uncalled(output)
+        refuse_uncalled(self.name, output)
         return None
 
     def run_stage(
@@ -139,34 +148,33 @@ class Staged(nn.Module):
         layout: Layout | None,
         noise: int | None,
         step: Callable[[], Any],
+        logged: Sequence[Any] | None = None,
     ) -> tuple[Any, tuple[Tensor, ...] | None]:
-        """Run `step()` as far as this stage goes; `arrive()` waits until `received` is there.
+        """Run `step()` as far as this stage goes; `arrive()` waits until `received` is there. `logged` grows as the
+        step logs, if that does not count.
 
         Returns what it returned on the last stage, and on other stages what is to be sent; None where the step
         returned None before it called the pipelined module.
         """
-        run = Run(stage=stage, received=received, arrive=arrive, layout=layout, noise=noise, links=self.links)
+        run = Run(stage, received, arrive, layout, noise, links=self.links, logged=logged)
         output, left = self._pass(run, step)
         if left is None and not run.entered:
-            self._refuse_uncalled(output)
+            refuse_uncalled(self.name, output)
         return output, left
 
-    def run_evaluation(self, noise: int | None, step: Callable[[], Any]) -> Any:
-        """Run `step()` once over all stages; its value on the rank of the last stage, None on the others."""
-        with explained("the step of an evaluation"):
-            return self._pass(Run(wants="evaluation", noise=noise), step)[0]
-
-    def _refuse_uncalled(self, output: Any) -> None:
-        if output is not None:
-            raise ValueError(
-                f"a pipelined module is called once a step, but the step returned a loss without calling {self.name}; "
-                "call it, or name another module"
-            )
+    def run_evaluation(self, noise: int | None, step: Callable[[], Any], log_scope: Callable[[int], Any]) -> Any:
+        """Run `step()` once over all stages; its value on the rank of the last stage, None on the others. What it logs
+        counts there."""
+        self.inference.unlogged = functools.partial(log_scope, 0)
+        is_last = self.rank_of[-1] == self.rank
+        with nullcontext() if is_last else log_scope(0) as logged, explained("the step of an evaluation"):
+            return self._pass(Run(wants="evaluation", noise=noise, logged=logged), step)[0]
 
     def _pass(self, run: Run, step: Callable[[], Any]) -> tuple[Any, tuple[Tensor, ...] | None]:
         """What `step()` returns, and what it was left with. The exception that left it is dropped here: its traceback
         holds the frames of the user's code, and with them the activations of each microbatch."""
-        watch, left, output = self._watch(run), None, None
+        is_last, left, output = run.stage == self.num_stages - 1, None, None
+        watch = nullcontext() if self.state is None else self.state.around(run.wants, is_last)
         outer, self._run = self._run, run
         try:
             with watch:
@@ -178,14 +186,6 @@ class Staged(nn.Module):
             self._run = outer
             run.show()
         return output, left
-
-    def _watch(self, run: Run) -> AbstractContextManager[None]:
-        """What a run of the step may do to the model beside its layers."""
-        if self.state is None:
-            return nullcontext()
-        if run.wants == "stage":
-            return self.state.run(run.stage == self.num_stages - 1)
-        return self.state.side_effect_free() if run.wants == "inputs" else self.state.evaluation()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -204,11 +204,7 @@ class Staged(nn.Module):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         if run is None:
-            if torch._C._current_graph_task_id() != -1:  # its layers are on several ranks, which do not recompute alike
-                raise RuntimeError(
-                    f"training_step calls torch.utils.checkpoint around {self.name}, whose layers are on several ranks "
-                    "of a pipeline; call the module itself, and give Pipeline(activation_checkpointing=True)"
-                )
+            refuse_recomputing(self.name)
             if self.is_whole and self.shards is not None:
                 raise RuntimeError(
                     f"{self.name} was called within whole(), where its parameters are not sharded as it computes with "
@@ -230,15 +226,13 @@ class Staged(nn.Module):
             self._learned = self._layout(args, kwargs)
             raise Leave
         if run.wants == "evaluation":
-            is_last, result = self._through(self._layout(args, kwargs), args, kwargs, run.noise, run.hidden)
+            is_last, result = self._through(self._layout(args, kwargs), args, kwargs, run)
             if not is_last:
                 raise Leave
             return result
-        if self.inference.key(args, kwargs) != run.layout.key:  # type: ignore[union-attr]
-            raise RuntimeError(
-                f"shapes of what {self.name} is called with must follow from the shapes of the batch in a pipeline, "
-                "but two batches of one shape led to two; pad them alike"
-            )
+        assert run.layout is not None
+        if self.inference.key(args, kwargs) != run.layout.key:
+            run.layout = self._layout(args, kwargs).checked(run.layout, self.name)
         return self._enter(run, args, kwargs)
 
     def _enter(self, run: Run, args: Any, kwargs: Any) -> Any:
@@ -262,16 +256,15 @@ class Staged(nn.Module):
             )
         return result
 
-    def _through(
-        self, layout: Layout, args: Any, kwargs: Any, noise: int | None, hidden: list[Any]
-    ) -> tuple[bool, Any]:
+    def _through(self, layout: Layout, args: Any, kwargs: Any, outer: Run) -> tuple[bool, Any]:
         """The stages of this rank one after the other; (whether the last was among them, its result)."""
+        kept: dict[str, Any] = {"hidden": outer.hidden, "noise": outer.noise, "logged": outer.logged}
         carried: tuple[Tensor, ...] = ()
         for stage in self.here:
             if stage and self.rank_of[stage - 1] != self.rank:
                 carried = self.links.receive(layout.messages[stage - 1], self.rank_of[stage - 1])
             try:
-                run = Run(stage, carried, layout=layout, noise=noise, entered=True, links=self.links, hidden=hidden)
+                run = Run(stage, carried, layout=layout, entered=True, links=self.links, **kept)
                 return True, self._enter(run, args, kwargs)
             except Leave as left:
                 carried = left.tensors
@@ -284,7 +277,7 @@ class Staged(nn.Module):
         self.links.outside()
         layout = self._layout(args, kwargs)
         with self.gathered():
-            is_last, result = self._through(layout, args, kwargs, None, [])
+            is_last, result = self._through(layout, args, kwargs, Run())
         self.links.finished(self.rank_of[-1])
         leaves, spec = tree_flatten(result if is_last else layout.result)
         source = self.rank_of[-1]
@@ -320,15 +313,20 @@ class Staged(nn.Module):
         if stage == run.stage:
             if stage:
                 args, kwargs = self._incoming(run, index, args, kwargs)
-            run.inside = False  # layers within it are called as parts of it
-            output = self._calls[index](*args, **kwargs)
-            run.inside = True
-            if run.layout.skips:  # type: ignore[union-attr]
-                run.keep(index, output, args, kwargs)
+            with run.in_layer(self.layers[index].name):
+                output = self._calls[index](*args, **kwargs)
+            by_values = self.inference.layers.by_values
+            if run.layout.skips or by_values:  # type: ignore[union-attr]
+                run.keep(index, output, args, kwargs, self.layers[index].name, index in by_values)
             return output
         if stage > run.stage:
             raise Leave(self._outgoing(run, index, args, kwargs))
-        return run.output(index, args, kwargs)
+        if run.knows(index):
+            return run.output(index, args, kwargs)
+        run.calls[index] += 1
+        output, attributes = self.inference.unseen(index, args, kwargs)
+        run.hide(attributes)
+        return output
 
     def _incoming(self, run: Run, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not run.started:
@@ -336,7 +334,9 @@ class Staged(nn.Module):
             run.arrived()
             self.links.starting(run)
             leaves = tree_leaves((args, kwargs))
-            copies = self._edits_input[index] and torch.is_grad_enabled()  # what is received is a leaf of the graph
+            copies = (
+                index in self.inference.edits and torch.is_grad_enabled()
+            )  # what is received is a leaf of the graph
             message = run.layout.messages[run.stage - 1]  # type: ignore[union-attr]
             for i, tensor in zip(message.leaves, run.received, strict=False):
                 leaves[i].received = (tensor.clone() if copies else tensor), leaves[i]._version
@@ -364,15 +364,15 @@ class Staged(nn.Module):
         sent = [self._real(index, leaves[i]) for i in message.leaves]
         if run.stage == 0:
             skips |= {Source.beside(i): p for i, p in enumerate(self.tensors.own_parameters())}
+        if absent := [self.layers[source.layer].name for source in message.sources if source not in skips]:
+            raise RuntimeError(
+                f"{', '.join(absent)} was called for some inputs, but not for others of the same shapes, and later "
+                "stages of the pipeline use what it returns; call it always, and choose with torch.where"
+            )
         sent += [skips[source] for source in message.sources]
         tensors = []
         for i, (tensor, expected) in enumerate(zip(sent, message.tensors, strict=True)):
-            if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
-                found, inferred = f"{list(tensor.shape)} {tensor.dtype}", f"{list(expected.shape)} {expected.dtype}"
-                raise RuntimeError(
-                    f"shapes and dtypes within {self.name} must follow from those of its inputs, "
-                    f"but {self.layers[index].name} is given {found} where shape inference gave {inferred}"
-                )
+            check_like(tensor, expected, self.name, self.layers[index].name)
             copied = i >= len(message.leaves) or isinstance(tensor, nn.Parameter)
             copied = copied or (self.splits_backward and tensor._base is not None)
             tensors.append(tensor.clone(memory_format=torch.contiguous_format) if copied else tensor.contiguous())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -387,10 +387,9 @@ class Pipeline(StagedStrategy):
             with wrapped.gathered():  # with the ranks that run the step
                 return None
         noise = mix(self._seed or 0, self.topology.data_rank, *(arg for arg in args if isinstance(arg, int)))
-        counts = nullcontext() if self.topology.is_reporting_rank else hooks.log_scope(0)
-        with kept_streams(), counts, self.precision.autocast(self.topology.device), wrapped.gathered():
+        with kept_streams(), self.precision.autocast(self.topology.device), wrapped.gathered():
             seed_streams(noise)  # the step begins alike on all ranks
-            return wrapped.run_evaluation(noise, lambda: step_fn(micro_batch.batch, *args))
+            return wrapped.run_evaluation(noise, lambda: step_fn(micro_batch.batch, *args), hooks.log_scope)
 
     def clip_gradients(
         self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -207,10 +207,9 @@ class VirtualPipeline(StagedStrategy, VirtualStep):
         assert isinstance(wrapped, Staged) and isinstance(wrapped.links, StageLinks)
         if not micro_batch.num_samples:
             return None
-        counts = nullcontext() if self.topology.is_reporting_rank else hooks.log_scope(0)
         wrapped.links.begin()
-        with self._in_shares(wrapped, hooks), counts, self.precision.autocast(self.topology.device):
-            return wrapped.run_evaluation(None, lambda: step_fn(micro_batch.batch, *args))
+        with self._in_shares(wrapped, hooks), self.precision.autocast(self.topology.device):
+            return wrapped.run_evaluation(None, lambda: step_fn(micro_batch.batch, *args), hooks.log_scope)
 
     # ---- clipping ------------------------------------------------------------------------------------
 

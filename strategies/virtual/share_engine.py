@@ -183,6 +183,9 @@ class ShareFeed(Feed):
         micro_batch = shares.pulled[number]
         return shares.step_fn(micro_batch.batch, micro_batch.batch_idx)
 
+    def holder(self, index: int) -> Any:
+        return self.shares.pulled[self.start + index]
+
     def prepare(self, index: int) -> None:
         _ = self.parts[index]
 

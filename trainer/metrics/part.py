@@ -16,10 +16,12 @@ class Part:
         self.num_samples = num_samples
         self.calls: list[tuple[Any, ...]] = []
         self.done = False
+        self._outer: Part | None = None
 
-    def __enter__(self) -> None:
-        self._store._thread.part = self
+    def __enter__(self) -> list[tuple[Any, ...]]:
+        self._outer, self._store._thread.part = getattr(self._store._thread, "part", None), self
+        return self.calls
 
     def __exit__(self, *_: Any) -> None:
-        self._store._thread.part = None
+        self._store._thread.part = self._outer
         self._store.leave(self)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.strategies.pipeline.classifiers import Base, exact, samples
+from tests.strategies.pipeline.classifiers import Base, exact, fit, samples
 from tests.trainer.toy import quiet
 
 pytestmark = pytest.mark.ranks
@@ -136,3 +136,37 @@ def test_what_a_step_keeps_that_cannot_be_followed_is_refused_by_name(how: str, 
     with pytest.raises(RuntimeError, match=re.escape(message)) as caught:
         trainer.fit(module, loader, loader if how == "evaluation" else None)
     assert how == "evaluation" or "step 0, " in str(caught.value.__cause__), "no parameter has changed"
+
+
+class Hooked(Base):
+    """A hook of a layer counts."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        number, held, tensor = 0, [0], torch.zeros(())
+
+        def enclosed(*_: Any) -> None:
+            nonlocal number
+            number += 1
+
+        def in_list(*_: Any) -> None:
+            held[0] += 1
+
+        def in_tensor(*_: Any) -> None:
+            tensor.add_(1)
+
+        def in_layer(layer: Any, *_: Any) -> None:
+            layer.number = getattr(layer, "number", 0) + 1
+
+        hooks = {"number": enclosed, "held[0]": in_list, "tensor": in_tensor, "net.0.number": in_layer}
+        if how == "backward":
+            self.net[0].register_full_backward_hook(in_list)
+        else:
+            self.net[0].register_forward_hook(hooks[how])
+
+
+@pytest.mark.parametrize("how", ["number", "held[0]", "tensor", "net.0.number", "backward"])
+def test_what_hooks_of_layers_count_is_refused_by_name(how: str) -> None:
+    name = re.escape("held[0]" if how == "backward" else how)
+    with pytest.raises(RuntimeError, match=f"training_step calls a (hook|layer) that counts in {name}, but"):
+        fit(Hooked(how), "pipeline", 2, max_epochs=1)

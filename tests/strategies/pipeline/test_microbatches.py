@@ -7,6 +7,7 @@ import functools
 from collections import UserDict
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -152,6 +153,13 @@ def test_an_object_whose_tensors_are_not_one_row_a_sample_is_refused() -> None:
         == batch_slices.signature(second)
         != batch_slices.signature(Movable(torch.ones(3, 8), torch.ones(3)))
     )
+
+
+def test_arrays_are_split_as_tensors_are() -> None:
+    batch = {"x": np.arange(8).reshape(4, 2), "scale": np.ones(3)}
+    (first, _), (second, _) = batch_slices.cut(batch, 4, 2)
+    assert first["x"].tolist() == [[0, 1], [2, 3]] and second["x"].tolist() == [[4, 5], [6, 7]]
+    assert second["scale"] is batch["scale"]
 
 
 def test_ragged_samples_of_which_one_has_a_batchs_rows_are_refused() -> None:

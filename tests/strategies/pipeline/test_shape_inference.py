@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lockstep.strategies.pipeline.fake_tensors import Blank, Mode
+from lockstep.strategies.pipeline.shapes.fake_tensors import Blank, Mode
 
 REAL = torch.tril(torch.ones(6, 6))
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves
 
 from lockstep.strategies.data.batch_slices import made_of, parts_of
 from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.parameter_hooks import copy_attributes, copy_module
 
 MAX_KNOWN = 4096
 """Operations whose result is kept: less than a kilobyte each."""
@@ -160,19 +161,21 @@ class Origins(TorchDispatchMode):
         return source.call if source.is_lost else 0 if source.layer < 0 else self._stage_of[source.layer]
 
     @contextmanager
-    def of_layer(self, leaves: Sequence[Any], stage: int) -> Iterator[None]:
-        """Around the call of a layer of `stage`, whose arguments are `leaves`."""
+    def of_layer(self, leaves: Sequence[Any], stage: int) -> Iterator[list[Tensor]]:
+        """Around the call of a layer of `stage`, whose arguments are `leaves`. Gives a list of those that it has
+        changed in place afterwards."""
         self._stage = stage
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and is_here(leaf)]
         versions = [tensor._version for tensor in given]
+        changed: list[Tensor] = []
         self._in_layer = True
         try:
-            yield
+            yield changed
         finally:
             self._in_layer = False
-        for tensor, version in zip(given, versions, strict=True):
-            if tensor._version != version:
-                self._note(tensor, {Source.lost(stage)})
+        changed += [tensor for tensor, version in zip(given, versions, strict=True) if tensor._version != version]
+        for tensor in changed:
+            self._note(tensor, {Source.lost(stage)})
 
     def note_output(self, layer: int, call: int, output: Any) -> None:
         """What a layer has returned."""
@@ -200,7 +203,14 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
 def _storage(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided or not is_here(tensor) or hasattr(tensor, "device_mesh"):
         return id(tensor)
-    return tensor.untyped_storage()._cdata
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError as error:  # of the wrappers of torch.func
+        raise ValueError(
+            "a step calls the module of a pipeline, or code between its layers, within a transform of torch.func "
+            "(vmap, grad, jvp), which does not reach layers on other ranks; call it within one layer, or use "
+            "strategy='ddp' or 'fsdp'"
+        ) from error
 
 
 class Mode(FakeTensorMode):
@@ -217,7 +227,26 @@ class Mode(FakeTensorMode):
         """A tensor of this mode that is like `tensor`, which may be one of another mode: in a run that is planned."""
         return blank(tensor, self) if isinstance(tensor, FakeTensor) else self.from_tensor(tensor)
 
-    def copies(self, module: nn.Module) -> dict[int, Any]:
+    def copy_of(self, module: nn.Module, device: torch.device, memo: Mapping[int, Any]) -> nn.Module:
+        """A copy of `module` without data, as if on `device`; `memo` as for `deepcopy`."""
+        with FakeCopyMode(self):
+            fake = copy_module(module, self._copies(module) | {k: v for k, v in memo.items() if v is not module})
+        moved: dict[int, Tensor] = {}
+        with self:
+            for child in fake.modules():
+                for holder in (child._parameters, child._buffers):
+                    for name, tensor in holder.items():
+                        if tensor is not None and tensor.device != device:
+                            if id(tensor) not in moved:
+                                there = tensor.detach().to(device)
+                                if isinstance(tensor, nn.Parameter):
+                                    there = nn.Parameter(there, requires_grad=tensor.requires_grad)
+                                    copy_attributes(tensor, there)
+                                moved[id(tensor)] = there
+                            holder[name] = moved[id(tensor)]  # type: ignore[assignment]
+        return fake
+
+    def _copies(self, module: nn.Module) -> dict[int, Any]:
         """For `deepcopy`: what to take for the tensors of `module` that are of another mode."""
         held = (t for child in module.modules() for t in (*child._parameters.values(), *child._buffers.values()))
         found: dict[int, Any] = {}
@@ -247,16 +276,16 @@ class Blank:
     """What a tensor without data is like, to make more of them: a tenth of the time of a detach, which goes through the
     fake mode."""
 
-    __slots__ = ("_device", "_like", "_mode")
+    __slots__ = ("_device", "_mode", "like")
 
     def __init__(self, tensor: FakeTensor) -> None:
         self._mode, self._device = tensor.fake_mode, tensor.fake_device
         with unset_fake_temporarily():  # of a run that is planned
-            self._like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+            self.like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
     def tensor(self) -> FakeTensor:
         with unset_fake_temporarily():
-            return _Known(self._mode, self._like, self._device)
+            return _Known(self._mode, self.like, self._device)
 
 
 class _Known(FakeTensor):

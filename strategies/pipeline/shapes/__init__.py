@@ -1,0 +1,1 @@
+"""Layers over ranks: torch's pipelining schedules around an unchanged training step."""
