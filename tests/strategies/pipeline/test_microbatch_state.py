@@ -160,7 +160,7 @@ class Hooked(Base):
 
         hooks = {"number": enclosed, "held[0]": in_list, "tensor": in_tensor, "net.0.number": in_layer}
         if how == "backward":
-            self.net[0].register_full_backward_hook(in_list)
+            self.net[2].register_full_backward_hook(in_list)
         else:
             self.net[0].register_forward_hook(hooks[how])
 
