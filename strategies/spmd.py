@@ -291,7 +291,7 @@ class SPMDStrategy(SPMDStep):
         evaluation.begin()
 
     def synchronize(self, wrapped: nn.Module) -> None:
-        if self._edits.asked and self._agreement is not None:
+        if self._edits.watches and self._agreement is not None:  # ranks may differ in whether hooks have run
             self._agreement.check()
 
     # ---- 2. collectives --------------------------------------------------------------------------------

@@ -35,12 +35,10 @@ class UserEdits:
                 self._buffers += [(f"{path}.{name}" if path else name, module, name) for name in module._buffers]
         self._before: tuple[list[object], tuple[list[Any], list[int]]] | None = None
         self._found: Counter[str] = Counter()
-        self.asked = False
-        """Whether user code has run since the last `take`."""
+        self.watches = bool(self._parameters or self._optimizers)
 
     def begin(self) -> None:
         self._before = self._of_model(), self._of_optimizers()
-        self.asked = bool(self._parameters or self._optimizers)
 
     def end(self) -> None:
         if self._before is None:
@@ -74,7 +72,6 @@ class UserEdits:
         if self._before is not None:
             self.end()
             self.begin()
-        self.asked = False
         found = [f"{name} ({times} times)" if times > 1 else name for name, times in sorted(self._found.items())]
         self._found.clear()
         return found

@@ -221,3 +221,9 @@ def test_two_ranks_have_the_bits_of_one(case: str, strategy: str, tmp_path: Path
     others, also_logged = run(case, strategy, 2, tmp_path / "two")
     assert also_logged == logged
     assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+
+
+@pytest.mark.ranks
+def test_stages_that_call_hooks_after_another_has_sent_its_message_continue(tmp_path: Path) -> None:
+    """The last share of a step has no loss: one stage calls its hooks before the message of the step, one after it."""
+    test_two_ranks_have_the_bits_of_one("no loss", "pipeline", tmp_path)
