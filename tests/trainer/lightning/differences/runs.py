@@ -182,3 +182,31 @@ def _(pl: Any, folder: Path) -> Any:
     callback = pl.callbacks.ModelCheckpoint(folder, "a")
     fit(pl, classifier(pl)(), callbacks=callback, enable_checkpointing=True, check_val_every_n_epoch=2)
     return _files(folder)
+
+
+@differs("`dirpath` of ModelCheckpoint changed for a resumed run", ["b.ckpt"], [])
+def _(pl: Any, folder: Path) -> Any:
+    def on_train_epoch_end(self: Any) -> None:
+        self.log("score", float(self.current_epoch))
+
+    def saver(name: str) -> Any:
+        return pl.callbacks.ModelCheckpoint(folder / name, name, monitor="score")
+
+    module = classifier(pl, on_train_epoch_end=on_train_epoch_end)
+    fit(pl, module(), callbacks=saver("a"), enable_checkpointing=True)
+    again = {"max_epochs": 2, "ckpt_path": folder / "a" / "a.ckpt", "enable_checkpointing": True}
+    fit(pl, module(), callbacks=saver("b"), **again)
+    return _files(folder / "b") if (folder / "b").exists() else []
+
+
+@differs("`current_epoch` and `global_step` in `on_fit_start` of a resumed run", [0, 0], [1, 2])
+def _(pl: Any, folder: Path) -> Any:
+    found: list[int] = []
+
+    def on_fit_start(self: Any) -> None:
+        found[:] = self.current_epoch, self.global_step
+
+    module = classifier(pl, on_fit_start=on_fit_start)
+    fit(pl, module()).save_checkpoint(folder / "x.ckpt")
+    fit(pl, module(), ckpt_path=folder / "x.ckpt", max_epochs=2)
+    return found
