@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep import Trainer
 from lockstep.callbacks import Callback, Logger, ModelCheckpoint
+from lockstep.trainer.progress import Progress
 from tests.trainer.toy import Net, data, equal, loader, quiet, weights
 
 HOOKS = (
@@ -118,3 +119,11 @@ def test_every_checkpoint_leads_to_the_same_end(case: str, tmp_path: Path) -> No
         assert seen.calls[-len(calls.calls) :] == calls.calls, path
         assert rows.rows == values.rows[len(values.rows) - len(rows.rows) :], path
         assert equal(weights(other), weights(module)), path
+
+
+def test_progress_of_an_older_checkpoint_is_read() -> None:
+    saved = Progress(global_step=3, batches_seen=3).state_dict()
+    del saved["validated_at"], saved["ended_at"]
+    progress = Progress()
+    progress.load_state_dict(saved)
+    assert (progress.global_step, progress.validated_at, progress.ended_at) == (3, 0, 0)
