@@ -23,10 +23,14 @@ def side_effect_free(model: nn.Module) -> Iterator[None]:
     and tensors, not into other objects, which may belong to somebody else.
     """
     before = [
-        (module, {key: _copy(value) for key, value in vars(module).items() if _is_state(key)}, dict(module._buffers))
+        (module, {key: value for key, value in vars(module).items() if _is_state(key)}, dict(module._buffers))
         for module in model.modules()
     ]
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    held = _Held(model)
+    for _, attributes, _ in before:
+        for value in attributes.values():
+            held.note(value)
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices):
@@ -40,6 +44,7 @@ def side_effect_free(model: nn.Module) -> Iterator[None]:
                 del vars(module)[key]
             vars(module).update(attributes)
             module._buffers.update(buffers)
+        held.put_back()
 
 
 def _is_state(key: str) -> bool:
@@ -48,16 +53,48 @@ def _is_state(key: str) -> bool:
     return key not in ("_parameters", "_buffers", "_modules", "_trainer") and "hooks" not in key
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone() if value.is_leaf and not isinstance(value, nn.Parameter) else value
-    if type(value) is dict:
-        return {key: _copy(item) for key, item in value.items()}
-    if type(value) in (list, tuple, set):
-        return type(value)(_copy(item) for item in value)
-    if type(value) is deque:
-        return deque((_copy(item) for item in value), value.maxlen)
-    return value
+class _Held:
+    """What attributes hold, to be put back in the same objects: others may hold these, and tensors be views."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._seen: dict[int, Any] = {}
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._parameters = {_storage(parameter) for parameter in model.parameters()}
+
+    def note(self, value: Any) -> None:
+        if (type(value) not in _CONTAINERS and not isinstance(value, Tensor)) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Tensor):
+            # A tensor that is sharded over ranks, or part of a parameter, changes on all of them alike. `is_leaf` is
+            # asked last: a view of a shard would ask the other ranks.
+            if not hasattr(value, "_local_tensor") and _storage(value) not in self._parameters and value.is_leaf:
+                self._tensors.append((value, value.detach().clone()))
+            return
+        if type(value) is not tuple:
+            self._containers.append((value, value.copy()))
+        for item in value.values() if type(value) is dict else value:
+            self.note(item)
+
+    def put_back(self) -> None:
+        for container, items in self._containers:
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(items)
+        for tensor, value in self._tensors:
+            if tensor.shape != value.shape or 0 in tensor.stride():
+                tensor.data = value
+            else:
+                tensor.data.copy_(value)
+
+
+_CONTAINERS = (dict, list, tuple, set, deque)
+
+
+def _storage(tensor: Any) -> int:
+    """By which tensors that share memory are found; another for each that has none."""
+    memory = getattr(tensor, "_local_tensor", tensor)
+    return (memory.untyped_storage().data_ptr() if memory.layout is torch.strided else 0) or -id(tensor)
 
 
 # ---- numbers that a step keeps in the model's attributes: a rank without samples would fall behind in them ----

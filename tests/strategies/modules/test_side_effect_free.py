@@ -9,7 +9,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers
+from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
 
 
 class Stateful(nn.Module):
@@ -56,3 +56,23 @@ def test_a_number_that_changed_is_named(change: Any, names: str) -> None:
     change(model)
     with pytest.raises(RuntimeError, match=rf"^training_step changed {names}.*; use trainer.global_step"):
         refuse_changed_numbers(model, before)
+
+
+def test_attributes_stay_the_same_objects_with_the_values_they_had() -> None:
+    model: Any = nn.Linear(2, 2)
+    model.register_buffer("rates", torch.zeros(2))
+    model.rate, model.row, model.sums = model.rates[0], model.weight.detach()[0], [torch.zeros(2)]
+    model.seen, model.kept = {"rows": [1]}, [torch.zeros(3).expand(2, 3)]
+    alike = sums, rows, row = model.sums, model.seen["rows"], model.row
+    with side_effect_free(model):
+        model.rate += 1
+        model.sums[0] += 1
+        model.sums = [*model.sums, 1]
+        rows.append(2)
+        model.seen.clear()
+        with torch.no_grad():
+            model.weight.fill_(3.0)  # which all ranks do alike
+    assert (model.sums, model.seen["rows"], model.row) == alike and sums is model.sums and rows is model.seen["rows"]
+    assert rows == [1] and len(sums) == 1 and not sums[0].any()
+    model.rates.fill_(2.0)
+    assert model.rate == 2 and row is model.row and row.eq(3).all()
