@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -117,14 +118,21 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 def _watch_copies(dispatcher: Any) -> None:
     """From the first view on that torch makes of a copy, as other ranks hold some of it, check each operation that
-    writes."""
+    writes; remember all such copies."""
     redistribute, handlers = dispatcher.redistribute_local_args, dispatcher._custom_op_handlers
+    watches_writes = False
 
     def watched(op_info: Any, schema: Any, *args: Any) -> None:
-        if schema.op.is_view:
-            dispatcher.redistribute_local_args = redistribute
+        nonlocal watches_writes
+        if schema.op.is_view and not watches_writes:
+            watches_writes = True
             handlers.update({op: write for op in _writes() if op not in handlers})
+        before = op_info.local_args
         redistribute(op_info, schema, *args)
+        if schema.op.is_view:
+            for shard, copy in zip(before, op_info.local_args, strict=False):
+                if isinstance(shard, Tensor) and copy is not shard:
+                    note_copy(shard, copy)
 
     def write(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         _check_write(op, args, kwargs)
@@ -135,6 +143,39 @@ def _watch_copies(dispatcher: Any) -> None:
             handlers[op] = write
 
     dispatcher.redistribute_local_args = watched
+
+
+_copies: list[tuple[StorageWeakRef, StorageWeakRef]] = []
+"""Shards, and copies of what they are part of, that user code may still hold."""
+
+
+def note_copy(shard: Tensor, copy: Any) -> None:
+    if len(_copies) >= 1000:
+        _copies[:] = [pair for pair in _copies if not pair[1].expired()]
+    memory = (tensor.untyped_storage() for tensor in (shard, getattr(copy, "elem", copy)))
+    of_shard, of_copy = map(StorageWeakRef, memory)
+    _copies.append((of_shard, of_copy))
+
+
+def refuse_kept_copies(model: nn.Module, strategy: str) -> None:
+    """Raise RuntimeError if somebody holds a view of a parameter that is a copy, before a step changes the parameter.
+
+    To be called when no hook of the user's runs, whose variables would hold them.
+    """
+    if all(copy.expired() for _, copy in _copies):
+        _copies.clear()
+        return
+    gc.collect()  # torch.save, for one, leaves tensors to it
+    alive = {shard.cdata for shard, copy in _copies if not copy.expired()}
+    _copies.clear()
+    for name, parameter in model.named_parameters() if alive else ():
+        shard = getattr(parameter, "_local_tensor", None)
+        if shard is not None and StorageWeakRef(shard.untyped_storage()).cdata in alive:
+            raise RuntimeError(
+                f"user code keeps a view of {name} (a slice of it, or a detach() or state_dict() within whole()), "
+                f"which is a copy, as {strategy} shards the parameter over ranks, and would not follow it; keep a "
+                "clone() of the values, or take the view again where you need it"
+            )
 
 
 def _writes() -> Iterator[Any]:

@@ -19,7 +19,7 @@ from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, 
 from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, gather_whole
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import environment
-from lockstep.strategies.mesh import steps
+from lockstep.strategies.mesh import mixed_tensors, steps
 from lockstep.strategies.mesh.mesh import resolve
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.modules.blocks import Rule
@@ -226,6 +226,7 @@ class ShardedStrategy(ShardedOptimizers):
         finally:
             self._in_step = False
             wrapped.close()  # type: ignore[operator]
+        mixed_tensors.refuse_kept_copies(self.unwrap(wrapped), self.name)
         return result
 
     def evaluate(

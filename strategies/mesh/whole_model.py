@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from lockstep.strategies.mesh.dtensors import cut_like, local
+from lockstep.strategies.mesh.mixed_tensors import note_copy
 from lockstep.strategies.modules.parameter_hooks import share_attributes
 from lockstep.strategies.optimizers.hidden_state import of_shards
 
@@ -61,6 +62,7 @@ def whole_model(model: nn.Module, strategy: str, optimizers: Iterable[Optimizer]
             module._parameters[name] = sharded
         for sharded, whole in gathered.values():
             _write_back(sharded, whole)
+            note_copy(local(sharded), whole)
     if replaced:
         raise RuntimeError(
             f"within whole() the parameters {', '.join(replaced[:5])} were replaced by other ones, which {strategy} "

@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -128,6 +129,48 @@ def test_a_view_of_a_weight_that_a_step_keeps_is_refused() -> None:
     """The memory is freed: reading it ended the process."""
     with pytest.raises(RuntimeError, match=r"before was given a view .* of a parameter, which FSDP had gathered"):
         fitted(KeepsView(), "fsdp", 2)
+
+
+class KeepsRow(Base):
+    """A hook keeps a view, of which a rank that holds another shard has a copy."""
+
+    of_whole = False
+
+    def on_train_start(self) -> None:
+        with self.trainer.whole(self) if self.of_whole else nullcontext():
+            self.row = self.net[0].weight.detach()[0]
+
+
+class KeepsRowOfWhole(KeepsRow):
+    of_whole = True
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+@pytest.mark.parametrize("make", [KeepsRow, KeepsRowOfWhole])
+def test_a_view_that_a_hook_keeps_of_a_copy_is_refused(make: Callable[[], Module], strategy: str) -> None:
+    with pytest.raises(RuntimeError, match=r"keeps a view of net.0.weight .* which is a copy, .*; keep a clone"):
+        fitted(make(), strategy, 2)
+
+
+class ReadsRows(Base):
+    """Views that nobody keeps, and one that is only aliased where no copy was made."""
+
+    def on_train_start(self) -> None:
+        self.matrix = self.net[0].weight.detach()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("row", self.net[0].weight[0].sum())
+        with self.trainer.whole(self):
+            torch.save(self.state_dict(), io.BytesIO())  # whose tensors wait for the garbage collector
+        self.slope = self.net[0].weight.grad[0]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("sum", self.matrix.sum())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
+def test_views_that_follow_the_weight_or_are_not_kept_are_allowed(strategy: str) -> None:
+    assert_as_on_one_process(ReadsRows, strategy, 2, n=UNEVEN)
 
 
 class OfAnyPrecision(Base):
