@@ -172,7 +172,7 @@ class Trainer(Facts):
         complete `module.state_dict()`. A change holds afterwards. Random numbers are those of rank 0 on all ranks, and
         of a run on one process; in the step of a learner of local updates, the learner's. Needs the memory of the whole
         model. Raises RuntimeError for a change that is not the same on all ranks, within a step (on several ranks its
-        accumulation window included), and for a `module` that is not the module that runs.
+        accumulation window, or the batch of an evaluation, included), and for a `module` that is not the one that runs.
         """
         run = self._run
         if module is not run.module or run.wrapped is None:
@@ -185,6 +185,7 @@ class Trainer(Facts):
 
         alone = run.world_size == 1
         run.refuse_within_window("whole()")
+        run.refuse_within_evaluated_batch("whole()")
         own = alone or run.strategy.in_turn
         streams = nullcontext() if own else shared_streams(run.strategy.broadcast, run.is_global_zero)
         with run.strategy.whole(run.wrapped), streams:

@@ -53,6 +53,11 @@ def explanation(error: BaseException, what: str) -> RuntimeError | None:
             "forward-mode AD, and the collectives in it have no such derivatives; use torch.autograd.grad with "
             "create_graph=True, or strategy='ddp' or 'fsdp'"
         )
+    if "type object 'FSDPParametrized" in text or "leave_parametrized=True for a parameter that is" in text:
+        return RuntimeError(
+            f"{what} removes the parametrization of a layer whose weights are sharded over ranks, which torch cannot; "
+            "remove it before fit, or after it from the module that was fitted"
+        )
     if not isinstance(error, (RuntimeError, ValueError)):
         return None
     found = re.search(r"aten\.\w+", text)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 from torchmetrics import MeanMetric
 from torchmetrics.wrappers import MetricTracker, Running
 
@@ -411,6 +412,43 @@ def test_the_whole_model_is_seen_after_a_window_and_not_within(strategy: str) ->
         fitted(InWindow(), strategy, 2, accumulate_grad_batches=2)
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "n": UNEVEN}
     assert_same(fitted(OncePerStep(), strategy, 2, **options), fitted(OncePerStep(), "single", 1, **options))
+
+
+class InEvaluatedBatch(Base):
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        with self.trainer.whole(self):
+            pass
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_whole_model_is_refused_for_a_batch_of_an_evaluation(strategy: str) -> None:
+    quiet(accelerator="cpu").validate(InEvaluatedBatch(), loader(UNEVEN), verbose=False)
+    with pytest.raises(RuntimeError, match=r"ranks without samples in it do not run; call it in a hook of the epoch"):
+        quiet(strategy=strategy, devices=2, accelerator="cpu").validate(InEvaluatedBatch(), loader(UNEVEN))
+
+
+class RemovesWeightNorm(Base):
+    kind = staticmethod(parametrizations.weight_norm)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind(self.net[0])
+
+    def on_train_end(self) -> None:
+        parametrize.remove_parametrizations(self.net[0], "weight")
+
+
+class RemovesSpectralNorm(RemovesWeightNorm):
+    kind = staticmethod(parametrizations.spectral_norm)
+
+
+@pytest.mark.parametrize("make", [RemovesWeightNorm, RemovesSpectralNorm])
+def test_to_remove_a_parametrization_of_shards_is_refused(make: Callable[[], Module]) -> None:
+    with pytest.raises(RuntimeError, match=r"on_train_end removes the parametrization of a layer .*; remove it before"):
+        fitted(make(), "fsdp", 2)
 
 
 class WholeByHand(ByHand):

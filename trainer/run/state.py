@@ -236,6 +236,14 @@ class RunState:
                 "on_before_optimizer_step or on_before_zero_grad, which come once a step, or after the last micro-batch"
             )
 
+    def refuse_within_evaluated_batch(self, what: str) -> None:
+        """Raise RuntimeError for a call that waits for all ranks, of which some may have no sample of the batch."""
+        if self.metrics.in_batch and not self.metrics.training and self.strategy.topology.data_size > 1:
+            raise RuntimeError(
+                f"{what} was called in the step or a hook of a batch of an evaluation, which ranks without samples in "
+                "it do not run; call it in a hook of the epoch, such as on_validation_epoch_start"
+            )
+
     @property
     def has_replaced(self) -> bool:
         """Whether a hook of the start has set optimizers or schedulers that are not set up yet."""
