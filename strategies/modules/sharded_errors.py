@@ -58,6 +58,17 @@ def explanation(error: BaseException, what: str) -> RuntimeError | None:
             f"{what} removes the parametrization of a layer whose weights are sharded over ranks, which torch cannot; "
             "remove it before fit, or after it from the module that was fitted"
         )
+    if "_apply(): Couldn't swap" in text:
+        return RuntimeError(
+            f"{what} casts or moves a layer whose weights are sharded over ranks after a forward that needs them for "
+            "its backward; do it in a hook such as on_train_batch_start, or compute under torch.autocast"
+        )
+    if "NestedTensorImpl" in text and _came_through(error, "strategies/mesh/"):
+        return RuntimeError(
+            f"{what} gives a nested tensor, as nn.TransformerEncoder makes it of src_key_padding_mask in evaluation, "
+            "to a layer that is sharded over ranks; build the encoder with enable_nested_tensor=False, or use "
+            "strategy='ddp' or 'fsdp'"
+        )
     if not isinstance(error, (RuntimeError, ValueError)):
         return None
     found = re.search(r"aten\.\w+", text)

@@ -451,6 +451,32 @@ def test_to_remove_a_parametrization_of_shards_is_refused(make: Callable[[], Mod
         fitted(make(), "fsdp", 2)
 
 
+class Padded(Base):
+    """In evaluation torch's encoder makes a nested tensor of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        mask = torch.tensor([[False, True]]).expand(len(batch[0]), 2)
+        self.encoder(batch[0][:, None, :8].expand(-1, 2, 8), src_key_padding_mask=mask)
+
+
+class CastAfterForward(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.net[2].float()
+        return loss
+
+
+def test_what_layers_of_tensor_parallelism_cannot_take_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"gives a nested tensor, as nn.TransformerEncoder .* enable_nested_tensor="):
+        quiet(strategy="tensor", devices=2, accelerator="cpu").validate(Padded(), loader(8))
+    with pytest.raises(RuntimeError, match=r"training_step casts or moves a layer whose weights are sharded .*; do it"):
+        fitted(CastAfterForward(), "tensor", 2)
+
+
 class WholeByHand(ByHand):
     """Two steps a batch, with the whole model in each: gradients changed before it, weights after it."""
 
