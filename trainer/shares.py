@@ -5,7 +5,7 @@ A share is what a rank would compute if there were `virtual_ranks` of them. Rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -203,14 +203,15 @@ class Shares:
         for states in self._held.values():
             states.pop(name, None)
 
-    def save(self, folder: str, tensors: dict[str, TensorShard]) -> dict[str, Any]:
-        """The states of all metrics by share, as JSON; their tensors go to `tensors`."""
+    def save(self, folder: str, tensors: dict[str, TensorShard], but: Collection[str | None]) -> dict[str, Any]:
+        """The states of all metrics by share, as JSON, but of some by name; their tensors go to `tensors`."""
         return {
             name: {
                 str(share): pack(state, f"{folder}/metrics/{name}/{share}", tensors)
                 for share, state in self.states_of(metric).items()
             }
             for name, metric in torchmetrics_of(self._module).items()
+            if name not in but
         }
 
     def restore(self, saved: list[dict[str, Any]], checkpoint: Checkpoint) -> None:

@@ -33,6 +33,7 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
     streams, metrics = run.paused or (rng_state(run.streams), run.metrics)  # a validation has others of its own
     topology, sums = run.strategy.topology, metrics.state_dict()
     folder = f"ranks/{topology.rank}"
+    of_validation = {entry[6] for entry in run.metrics.state_dict().values()} if run.paused else set()
     return {
         "data_rank": topology.data_rank,
         "data_size": topology.data_size,
@@ -47,7 +48,7 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
         "loader": pack(run.train_dataloader.state_dict(), f"{folder}/loader", tensors),
         **({} if run.attributes is None else _attributes(run.attributes, f"{folder}/attributes", tensors)),
         **({"stop": True} if run.stop_is_pending else {}),
-        **({} if run.shares is None else {"shares": run.shares.save(folder, tensors)}),
+        **({} if run.shares is None else {"shares": run.shares.save(folder, tensors, of_validation)}),
         "torchmetrics": {}
         if run.shares is not None
         else {
@@ -56,6 +57,7 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
             )
             | {"names": [logged for logged, entry in sums.items() if entry[6] == name]}
             for name, metric in torchmetrics_of(module).items()
+            if name not in of_validation  # which the resumed run repeats
         },
     }
 

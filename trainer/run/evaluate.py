@@ -162,13 +162,16 @@ def _has_own_state(callback: Callback) -> bool:
     return not type(callback).load_state_dict.__module__.startswith("lockstep.")
 
 
-def validate_in_fit(run: RunState, module: Module, loaders: list[ShardedLoader]) -> None:
-    """Validate asynchronously: its random streams, metrics and modes stay as they are."""
+def validate_in_fit(
+    run: RunState, module: Module, loaders: list[ShardedLoader], note_done: Callable[[], None] | None = None
+) -> None:
+    """Validate asynchronously: its random streams, metrics and modes stay as they are. `note_done` is called before the
+    hooks of its end."""
     run.paused = random_streams, training_metrics = rng_state(run.streams), run.metrics
     try:
         run.strategy.synchronize(run.wrapped)
         with run.strategy.evaluation_weights(run.wrapped, run.optimizers.values()):
-            evaluate(run, module, loaders, "validate")
+            evaluate(run, module, loaders, "validate", note_done)
     finally:
         run.paused, run.metrics = None, training_metrics
         set_rng_state(random_streams, run.streams)
@@ -194,7 +197,13 @@ def sanity_check(run: RunState, module: Module, loaders: list[ShardedLoader]) ->
         run.callback_metrics, run.logged_metrics, run.progress_bar_metrics = shown
 
 
-def evaluate(run: RunState, module: Module, loaders: list[ShardedLoader], stage: str) -> list[list[Any]]:
+def evaluate(
+    run: RunState,
+    module: Module,
+    loaders: list[ShardedLoader],
+    stage: str,
+    note_done: Callable[[], None] | None = None,
+) -> list[list[Any]]:
     """Run the step of `stage` over this rank's share of each loader; return the outputs if they are predictions."""
     what, strategy = stage_of(stage, module, run.hooks), run.strategy
     several = len(loaders) > 1
@@ -233,6 +242,8 @@ def evaluate(run: RunState, module: Module, loaders: list[ShardedLoader], stage:
         final = metrics.reduce(strategy, epoch_end=True)
         publish.publish(run, {reduced.name: reduced for reduced in [*early, *final]}.values())
         metrics.close()
+        if note_done is not None:
+            note_done()
         for hook in what.end:
             hook()
     return outputs

@@ -130,7 +130,8 @@ def _ends_open(run: RunState, loop: FitLoop) -> bool:
         return False
     if run.max_steps is not None and progress.global_step > run.max_steps:  # it was given fewer than before
         return False
-    return loop.epoch_is_over(progress) or progress.ended_at != progress.global_step
+    ended, validated = progress.ended_at == progress.global_step, progress.validated_at == progress.global_step
+    return loop.epoch_is_over(progress) or not ended or (bool(loop.val_loaders) and not validated)
 
 
 def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, Iterator[Window]]:
@@ -321,14 +322,17 @@ def _validation_follows(run: RunState, loop: FitLoop) -> bool:
     return bool(loop.val_loaders) and loop.validates_in(progress.current_epoch) and loop.epoch_is_over(progress)
 
 
-def _validate(run: RunState, module: Module, loop: FitLoop) -> None:
-    progress = run.progress
-    if loop.val_every is not None:
-        progress.validations = (
-            progress.total_batches if run.arguments.check_val_every_n_epoch is None else progress.batches_seen
-        ) // loop.val_every
-    progress.validated_at = progress.global_step
-    evaluate.validate_in_fit(run, module, loop.val_loaders)
+def _validate(run: RunState, module: Module, loop: FitLoop, *, ends_epoch: bool = False) -> None:
+    def note_done() -> None:  # a run resumed from a checkpoint saved before validates again
+        progress = run.progress
+        if loop.val_every is not None:
+            progress.validations = (
+                progress.total_batches if run.arguments.check_val_every_n_epoch is None else progress.batches_seen
+            ) // loop.val_every
+        progress.validated_at = progress.global_step
+        progress.epoch_validated |= ends_epoch
+
+    evaluate.validate_in_fit(run, module, loop.val_loaders, note_done)
 
 
 def _close_epoch(run: RunState, module: Module, loop: FitLoop) -> None:
@@ -336,9 +340,9 @@ def _close_epoch(run: RunState, module: Module, loop: FitLoop) -> None:
     progress, metrics, hooks = run.progress, run.metrics, run.hooks
     if not progress.epoch_validated:
         publish.publish(run, metrics.reduce(run.strategy, epoch_end=True))
-        progress.epoch_validated = True
         if loop.val_loaders and loop.val_every is None and loop.validates_in(progress.current_epoch):
-            _validate(run, module, loop)
+            _validate(run, module, loop, ends_epoch=True)
+        progress.epoch_validated = True
     if not progress.epoch_closed:
         for hook in hooks.module_train_epoch_end:
             evaluate.call_at_epoch_end(run, hook, "on_train_epoch_end")
@@ -359,8 +363,9 @@ def _close_epoch(run: RunState, module: Module, loop: FitLoop) -> None:
 def _finish_early(run: RunState, module: Module, loop: FitLoop) -> None:
     """Training ends within an epoch: show what it has measured so far and validate, but leave the epoch open for a
     resumed run."""
-    publish.publish(run, run.metrics.reduce(run.strategy, epoch_end=True, reset=False))
-    run.progress.ended_at = run.progress.global_step
+    if run.progress.ended_at != run.progress.global_step:
+        publish.publish(run, run.metrics.reduce(run.strategy, epoch_end=True, reset=False))
+        run.progress.ended_at = run.progress.global_step
     if loop.val_loaders and run.progress.validated_at != run.progress.global_step:
         _validate(run, module, loop)
 

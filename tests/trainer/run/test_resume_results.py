@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import Trainer
-from lockstep.callbacks import Callback
+from lockstep.callbacks import Callback, EarlyStopping
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
 
@@ -78,3 +79,46 @@ def test_metrics_of_loggers_and_of_the_progress_bar_come_back(tmp_path: Path) ->
         shown.append((trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics))
     assert shown[0] == shown[1]
     assert "first" in shown[1][1] and "first" in shown[1][2]
+
+
+class InValidation(Callback):
+    """Saves in one of the hooks of the first validation, and notes the metrics of each."""
+
+    def __init__(self, path: Path, hook: str) -> None:
+        self.path, self.seen = str(path), []
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Trainer, *_: Any) -> None:
+        if not Path(self.path).exists():
+            trainer.save_checkpoint(self.path)
+
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        self.seen.append((trainer.global_step, trainer.callback_metrics["accuracy"].item()))
+
+
+class Accurate(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(3)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.accuracy(self(batch[0]), batch[1])
+        self.log("accuracy", self.accuracy)
+
+
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}, {"max_steps": 2}, {"virtual_ranks": 2}])
+@pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_epoch_end"])
+def test_a_validation_within_which_a_checkpoint_was_saved_is_repeated(
+    hook: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its value counts for EarlyStopping and the best checkpoint, and each sample once."""
+    runs = []
+    for path in (None, tmp_path / "ck"):
+        torch.manual_seed(0)
+        saves, stopping = InValidation(tmp_path / "ck", hook), EarlyStopping("accuracy", mode="max", patience=9)
+        quiet(**{"max_epochs": 2, "seed": 0, "callbacks": [saves, stopping], **options}).fit(
+            Accurate(), loader(24), loader(24), ckpt_path=path
+        )
+        runs.append((saves.seen, stopping.state_dict()))
+    assert runs[0] == runs[1]
+    assert len(runs[0][0]) == (1 if "max_steps" in options else 2)
