@@ -159,7 +159,11 @@ class _Pickler(cloudpickle.Pickler):
             own = any("__getstate__" in vars(base) for base in plain.__mro__ if base is not object)
             state = plain.__getstate__(obj) if own else dict(vars(obj))  # type: ignore[call-arg]
             return _new, (plain,), state, None, None, _set_parametrized
-        return super().reducer_override(obj)
+        made = super().reducer_override(obj)
+        # cloudpickle leaves behind where a class was defined, by which callbacks find their state.
+        if isinstance(obj, type) and isinstance(made, tuple) and len(made) > 2:
+            made[2][0]["__qualname__"] = obj.__qualname__
+        return made
 
 
 _PICKLED = {

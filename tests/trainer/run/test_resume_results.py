@@ -64,6 +64,28 @@ def test_a_run_that_has_stopped_is_continued(tmp_path: Path) -> None:
     assert resumed.global_step == 6
 
 
+@pytest.mark.ranks
+def test_a_callback_whose_class_is_defined_in_a_function_has_its_state_back_on_a_rank(tmp_path: Path) -> None:
+    class Counts(Callback):
+        count = 0
+
+        def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+            self.count += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.count = state_dict["count"]
+
+    first, second = quiet(callbacks=[Counts()]), Counts()
+    first.fit(net(), loader(24))
+    first.save_checkpoint(tmp_path / "ck")
+    of_its_own = {"max_restarts": 1, "default_root_dir": tmp_path}  # a process for the one rank
+    quiet(max_epochs=2, callbacks=[second], **of_its_own).fit(net(), loader(24), ckpt_path=tmp_path / "ck")
+    assert second.count == 6
+
+
 class LogsOnce(Net):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 0:
