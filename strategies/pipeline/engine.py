@@ -35,7 +35,7 @@ from lockstep.strategies.modules.model_changes import (
     remarked,
     shortened,
 )
-from lockstep.strategies.pipeline.microbatches import Feed, Tally, feeds_of, merged
+from lockstep.strategies.pipeline.microbatches import Feed, Tally, feeds_of, merged, without_weight
 from lockstep.strategies.pipeline.schedules import Schedule
 from lockstep.strategies.pipeline.stage_run import Layout, explained
 from lockstep.strategies.pipeline.staged_module import Staged
@@ -104,6 +104,9 @@ class Engine:
         self._passes[stage] += 1
         last = stage == wrapped.num_stages - 1
         assert feed is not None
+        if stage:  # before torch 2.12 all that arrives has a gradient
+            expected = zip(received, self._layout.messages[stage - 1].tensors, strict=True)
+            received = tuple(t if like.requires_grad == t.requires_grad else t.detach() for t, like in expected)
         step = self._checked_step if last else feed.step
         try:
             feed.prepare(index)
@@ -122,7 +125,7 @@ class Engine:
             return (
                 sent
                 if sent is not None
-                else tuple(_nothing(t, received, wrapped.device) for t in self._layout.messages[stage].tensors)
+                else tuple(without_weight(t, received, wrapped.device) for t in self._layout.messages[stage].tensors)
             )
         except Exception as error:
             if "appears to not have been used in the graph" in str(error):
@@ -156,7 +159,7 @@ class Engine:
         feed.tally.count += count
         feed.tally.outputs.append((detach(output), num_samples))
         if not losses:
-            return _nothing(self._loss_shape[0], received, self._wrapped.device)
+            return without_weight(self._loss_shape[0], received, self._wrapped.device)
         ((loss, _, returned),) = losses
         feed.tally.has_loss = True
         feed.tally.total += loss.item() if loss.device.type == "cpu" else math.nan
@@ -346,11 +349,14 @@ class OpenStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        if full_backward or self._splits(bwd_chunk_id, loss):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-            return
-        self._done.add(bwd_chunk_id)
-        super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
+        _, inputs = self.fwd_cache[bwd_chunk_id]
+        whole = full_backward or not self._splits(bwd_chunk_id, loss)
+        if whole and not full_backward:
+            self._done.add(bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
+        if not self.is_first and torch.__version__ < "2.12":  # which sends a gradient of all that was received
+            given = zip(self.bwd_cache[bwd_chunk_id], inputs, strict=True)
+            self.bwd_cache[bwd_chunk_id] = tuple(torch.zeros_like(t) if g is None else g for g, t in given)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if bwd_chunk_id in self._done:
@@ -361,10 +367,13 @@ class OpenStage(PipelineStage):
     def _splits(self, bwd_chunk_id: int, loss: Any) -> bool:
         """Whether gradients of inputs and weights may be computed apart.
 
-        Torch then finds only weights on the way from an input that has a gradient, and only those of this stage.
+        Torch then finds only weights on the way from an input that has a gradient, and only those of this stage; before
+        torch 2.13 the gradient of a weight that is used twice is wrong.
         """
         if self.is_first:  # torch does both at once
             return True
+        if torch.__version__ < "2.13":  # as versions, not as texts
+            return False
         outputs, inputs = self.fwd_cache[bwd_chunk_id]
         if self.hooked or bwd_chunk_id in self.unsplit or not any(t.requires_grad for t in inputs):
             return False
@@ -389,12 +398,3 @@ class WindowStage(OpenStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None: ...
     def _post_metadata_inference_cleanup(self) -> None: ...  # shapes are inferred: nothing has run that leaves traces
-
-
-def _nothing(like: Tensor, received: tuple[Tensor, ...], device: torch.device) -> Tensor:
-    """Zeros whose gradient is zero for all that was received: a part without weight."""
-    zeros = torch.zeros(like.shape, dtype=like.dtype, device=device)
-    if not like.requires_grad:
-        return zeros
-    empty = [t.flatten()[:0].sum().to(zeros.dtype) for t in received if t.requires_grad]  # no NaN comes through
-    return zeros + sum(empty, torch.zeros((), dtype=zeros.dtype, device=device, requires_grad=True))

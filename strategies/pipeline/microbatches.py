@@ -181,3 +181,12 @@ def feeds_of(
     if feeds:
         feeds[-1].before_last_backward = before_last_backward
     return feeds
+
+
+def without_weight(like: Tensor, received: tuple[Tensor, ...], device: torch.device) -> Tensor:
+    """Zeros whose gradient is zero for all that was received: a part without weight."""
+    zeros = torch.zeros(like.shape, dtype=like.dtype, device=device)
+    if not like.requires_grad:
+        return zeros
+    empty = [t.flatten()[:0].sum().to(zeros.dtype) for t in received if t.requires_grad]  # no NaN comes through
+    return zeros + sum(empty, torch.zeros((), dtype=zeros.dtype, device=device, requires_grad=True))

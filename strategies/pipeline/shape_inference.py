@@ -351,6 +351,13 @@ class ShapeInference:
                 f"it have computed; {self._advice(running)}"
             )
         like = [*(leaves[i] for i in chosen), *(origins.tensors[source] for source in sources)]
+        kinds = [t.dtype for t in like if not (t.is_floating_point() or t.is_complex())]
+        if kinds and torch.__version__ < "2.12":  # as versions, not as texts
+            raise RuntimeError(
+                f"{name} begins stage {stage} and it or what follows takes a tensor of {kinds[0]} that layers before "
+                f"it hand on, which torch {torch.__version__} cannot send; use torch 2.12 or later, convert it to a "
+                "floating dtype where layers hand it on, or choose split so that all who use it are on one stage"
+            )
         tensors = [torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad) for t in like]
         return Message(tuple(chosen), tuple(sources), tuple(tensors))
 

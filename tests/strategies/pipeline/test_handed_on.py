@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from lockstep.strategies import Pipeline
 from lockstep.strategies.pipeline.partition import cut, stages
@@ -42,7 +43,7 @@ class Layer(nn.Linear):
         self.kind = kind
 
     def forward(self, value: Any, seen: Any = None) -> Any:
-        if self.kind == "pair":
+        if self.kind in ("pair", "bools"):
             return torch.tanh(super().forward(value[0])) * value[1], value[1]
         if self.kind == "stream":
             mask = value.inner["mask"]
@@ -75,7 +76,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mask, seen = (x > 0).to(x.dtype) + 0.5, []
-        value: Any = (x, mask) if self.kind == "pair" else Stream(x, {"mask": Inner(mask)})
+        mask = x > 0 if self.kind == "bools" else mask
+        value: Any = (x, mask) if self.kind in ("pair", "bools") else Stream(x, {"mask": Inner(mask)})
         if self.kind == "given":
             value, given = State(x), {"inner": {"sum": 0.0, "mask": mask}, "state": SimpleNamespace()}
             inner = given["inner"]
@@ -91,7 +93,7 @@ class Net(nn.Module):
             return sum(seen)[:, :4]
         for layer in self.layers:
             value = layer(value)
-        if self.kind == "pair":
+        if self.kind in ("pair", "bools"):
             return (value[0] + value[1])[:, :4]
         return (value.x + value.inner["mask"].mask)[:, :4] * (value.number + 1)
 
@@ -120,6 +122,29 @@ def learned(module: Base) -> Callable[[], Any]:
 def test_a_set_to_which_layers_add_is_refused() -> None:
     with pytest.raises(ValueError, match=r"net\.layers\.0 changes the set that it is given, .* return what it adds"):
         learned(module("set"))()
+
+
+def test_a_mask_of_bools_that_layers_hand_on_is_refused_before_torch_2_12(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    with pytest.raises(RuntimeError, match=r"net\.layers\.2 begins stage 1 and .* torch\.bool .* which torch 2\.11\.0"):
+        learned(module("bools"))()
+
+
+class Twice(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(torch.tanh(super().forward(x))))
+
+
+class UsesTwice(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = nn.Sequential(*(Twice(8, 8) for _ in range(4))).double()
+
+
+@pytest.mark.ranks
+def test_a_weight_that_a_layer_uses_twice_has_its_gradient_where_a_schedule_splits_the_backward() -> None:
+    exact(UsesTwice, {Pipeline(schedule="zbv", num_micro_batches=2): 2}, max_epochs=1)
 
 
 class Attributes(Base):
