@@ -16,7 +16,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,6 +49,8 @@ class ParameterHooks:
         self.taken: dict[str, dict[str, dict[int, Any]]] = {}
         """By name and attribute: the dict of hooks of the user's own parameter. Empty as long as no user registered
         any."""
+        self.around: Callable[[list[Callable[..., Any]]], AbstractContextManager[None]] = lambda hooks: nullcontext()
+        """Around the call of these hooks of users."""
         self._given_back = False
         self._registered = 0
         """How many hooks torch had given handles for when parameters were last seen."""
@@ -101,17 +103,20 @@ class ParameterHooks:
         `gradient_of` gives the whole gradient as a plain tensor, None if there is none; `put_gradient` takes the new
         one.
         """
-        for name, parameter in named_parameters:
-            hooks = self.taken.get(name)
-            gradient = gradient_of(parameter) if hooks and any(hooks.values()) else None
-            if hooks is None or gradient is None:
-                continue
-            for hook in _deferred(hooks.get("_backward_hooks")):
-                changed = hook(gradient)
-                gradient = gradient if changed is None else changed
-            put_gradient(parameter, gradient)
-            for hook in _deferred(hooks.get("_post_accumulate_grad_hooks")):
-                hook(parameter)
+        with self.around(
+            [hook for kinds in self.taken.values() for held in kinds.values() for hook in _deferred(held)]
+        ):
+            for name, parameter in named_parameters:
+                hooks = self.taken.get(name)
+                gradient = gradient_of(parameter) if hooks and any(hooks.values()) else None
+                if hooks is None or gradient is None:
+                    continue
+                for hook in _deferred(hooks.get("_backward_hooks")):
+                    changed = hook(gradient)
+                    gradient = gradient if changed is None else changed
+                put_gradient(parameter, gradient)
+                for hook in _deferred(hooks.get("_post_accumulate_grad_hooks")):
+                    hook(parameter)
 
 
 def share_attributes(original: Tensor, other: Tensor) -> None:

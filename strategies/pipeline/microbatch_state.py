@@ -8,7 +8,7 @@ refused by name before the optimizer steps: sums over samples, lists that grow, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, NoReturn
@@ -59,6 +59,7 @@ class StepState:
         self._called: _Numbers | None = None
         self._inside: _Numbers = {}
         self._changed_once: set[tuple[int, str, Any]] = set()
+        self._changed_by_hooks: set[tuple[int, str, Any]] = set()
         self._held: dict[_Place, Tensor] | None = None
         self._partial: set[_Place] = set()
 
@@ -132,6 +133,26 @@ class StepState:
                     "micro-batch, on the "
                     f"rank of the last stage only; change it {_ADVICE}"
                 )
+
+    @contextmanager
+    def parameter_hooks(self, hooks: list[Callable[..., Any]]) -> Iterator[None]:
+        """Around the hooks of parameters, which only the rank that holds a parameter calls. Raises RuntimeError naming
+        a number that they change; one that is new may be a cache, and changes once, as a flag does."""
+        holders = [*self._outside, *self._own_code, *map(Enclosed, hooks)]
+        before = _kept(holders)
+        yield
+        after = _kept(holders)
+        for place in {**before, **after}:
+            if _differ(before.get(place), after.get(place)):
+                key = (id(getattr(place[0], "hook", place[0])), place[1], place[2])
+                known = place in before and place in after and type(after[place]) is not bool
+                if known or key in self._changed_by_hooks:
+                    raise RuntimeError(
+                        f"a hook of a parameter counts in {self._name(place)}, but in a pipeline only the rank that "
+                        "holds the parameter calls it, so that other ranks would have another number; count in "
+                        "on_before_optimizer_step or on_train_batch_end, which run on every rank"
+                    )
+                self._changed_by_hooks.add(key)
 
     @contextmanager
     def padding(self) -> Iterator[None]:

@@ -123,12 +123,13 @@ class Staged(nn.Module):
         """Find out again what travels, as other parameters are trained."""
         self.inference.forget()
 
-    def watch_state(self) -> None:
+    def watch_state(self) -> StepState:
         """Follow what steps change beside the layers, from now on."""
         here = [layer for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage in self.here]
         holders = holding_stages(self._parts, self.stage_of)
         shared = {key for key, stages in holders.items() if len(stages) > 1}
         self.state = StepState(self.model, self._parts, here, shared)
+        return self.state
 
     # ---- running -----------------------------------------------------------------------------------
 

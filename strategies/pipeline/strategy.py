@@ -153,7 +153,7 @@ class StagedStrategy(SPMDStrategy):
             from lockstep.strategies.pipeline.sharded_stages import Shards
 
             staged.shards = Shards(staged, self._ranks.mesh)
-        staged.watch_state()
+        self._parameter_hooks.around = staged.watch_state().parameter_hooks
         self._steps_seen = 0
         return staged
 

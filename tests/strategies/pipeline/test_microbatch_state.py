@@ -170,3 +170,43 @@ def test_what_hooks_of_layers_count_is_refused_by_name(how: str) -> None:
     name = re.escape("held[0]" if how == "backward" else how)
     with pytest.raises(RuntimeError, match=f"training_step calls a (hook|layer) that counts in {name}, but"):
         fit(Hooked(how), "pipeline", 2, max_epochs=1)
+
+
+class HookedParameter(Base):
+    """A hook of a parameter counts."""
+
+    calls = 0
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        seen: list[float] = []
+        self.norms: dict[str, float] = {}
+        if how == "clamps":
+            for p in self.parameters():
+                p.register_hook(self.clamps)
+        elif how == "enclosed":
+            self.net[0].weight.register_hook(lambda gradient: seen.append(0.0))
+        elif how == "module":
+            self.net[4].weight.register_post_accumulate_grad_hook(self.counts)
+        else:
+            self.net[4].bias.register_hook(lambda gradient: self.norms.update(bias=float(gradient.norm())))
+
+    def clamps(self, gradient: Tensor) -> Tensor:
+        if not hasattr(self, "bound"):
+            self.bound, self.clamped = 0.01, True
+        return gradient.clamp(-self.bound, self.bound)
+
+    def counts(self, parameter: Tensor) -> None:
+        self.calls += 1
+
+
+def test_hooks_of_parameters_that_keep_a_number_once_are_exact() -> None:
+    exact(lambda: HookedParameter("clamps"), {"pipeline": 2}, max_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("how", "name"), [("enclosed", r"seen\['length'\]"), ("module", "calls"), ("norm", r"norms\['bias'\]")]
+)
+def test_what_hooks_of_parameters_count_is_refused_by_name(how: str, name: str) -> None:
+    with pytest.raises(RuntimeError, match=f"a hook of a parameter counts in {name}, but in a pipeline only the rank"):
+        fit(HookedParameter(how), "pipeline", 2, max_epochs=1)
