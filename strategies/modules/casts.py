@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -10,14 +12,30 @@ _followed: dict[int, Callable[[], None]] = {}
 """By the id of a parameter of the model what to call once it was cast."""
 _cast: set[int] = set()
 _apply = nn.Module._apply
+_replaced: list[Any] = []
 
 
 def watch_casts() -> None:
     """From here on casts of the parameters that are then followed are noted, those that are undone at once too: torch
-    has given these other memory and other nodes of the graph. Changes torch once a process."""
+    has given these other memory and other nodes of the graph. Changes torch once a process, and not within
+    `converting_by`."""
     _followed.clear()
     _cast.clear()
-    nn.Module._apply = _watched  # type: ignore[method-assign]
+    if not _replaced:
+        nn.Module._apply = _watched  # type: ignore[method-assign]
+
+
+@contextmanager
+def converting_by(apply: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts `apply` is what `Module.to` and the like call of each module, and casts are not watched."""
+    original = nn.Module._apply
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    _replaced.append(apply)
+    try:
+        yield
+    finally:
+        _replaced.pop()
+        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 def follow_casts(parameter: Tensor, call: Callable[[], None] | None = None) -> None:

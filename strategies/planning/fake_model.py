@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from lockstep.strategies.modules.casts import converting_by
 from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES, copy_attributes
 from lockstep.strategies.planning.known import mode_of
 from lockstep.strategies.planning.trial_mode import TrialMode
@@ -111,11 +112,8 @@ def converting_in_place() -> Iterator[None]:
                         tensor.fake_device = converted.device
         return module
 
-    nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
+    with converting_by(apply):
         yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 @contextmanager
