@@ -75,9 +75,9 @@ def sum_gradients(
         sparse = next((p for p in members if p.grad is not None and p.grad.layout != torch.strided), None)
         if sparse is not None:
             raise ValueError(
-                f"a parameter of shape {list(sparse.shape)} has a sparse gradient, which manual optimization cannot "
-                "sum over ranks; give its embedding sparse=False and an optimizer of dense gradients, or use automatic "
-                "optimization, in which strategy='ddp' sums it"
+                f"a parameter of shape {list(sparse.shape)} has a sparse gradient, which only strategy='ddp' with "
+                "automatic optimization sums over ranks; use that, or give its embedding sparse=False and an optimizer "
+                "of dense gradients"
             )
         parts = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in members]
         has = presence(members, parts[0])
