@@ -269,7 +269,8 @@ def check_like(tensor: Tensor, expected: Tensor, name: str, layer: str) -> None:
     if tensor.requires_grad and not expected.requires_grad:
         raise RuntimeError(
             f"what layers compute a gradient for must follow from shapes within {name}, but {layer} is given a tensor "
-            "with a gradient where shape inference gave one without"
+            "with a gradient where shape inference gave one without; freeze and unfreeze layers in a hook such as "
+            "on_train_batch_start, and detach tensors whatever their values are"
         )
 
 
