@@ -175,43 +175,52 @@ def make_it_move(group: dict[str, Any]) -> None:
         group["capturable"] = False
 
 
-def step_counts(optimizer: Optimizer) -> dict[tuple[int, Any], float]:
+Place = tuple[str, int, Any]
+Name = tuple[str, Any]
+"""Whether it is of attributes, a group or state; and the key."""
+
+
+def step_counts(optimizer: Optimizer) -> dict[Place, float]:
     """The numbers in attributes, groups and state of an optimizer, by where they are."""
     return {
-        (i, key): float(value)
-        for i, held in enumerate(_places(optimizer))
+        (kind, i, key): float(value)
+        for i, (kind, held) in enumerate(_places(optimizer))
         for key, value in held.items()
         if _is_number(value)
     }
 
 
-def counting(counts: list[dict[tuple[int, Any], float]]) -> set[tuple[int, Any]]:
-    """Which of these numbers have grown by one in each step."""
+def counting(counts: list[dict[Place, float]]) -> frozenset[Name]:
+    """The names of those that have grown by one in each step, wherever they are; `counts` are after three steps."""
     before, between, after = counts
-    return {
-        place
-        for place, now in after.items()
-        if now - between.get(place, now) == 1 == between[place] - before.get(place, now)
-    }
+    steady: dict[Name, bool] = {}
+    for (kind, i, key), now in after.items():
+        place, then = (kind, i, key), between.get((kind, i, key), now)
+        by_one = now - then == 1 == then - before.get(place, then)
+        steady[kind, key] = by_one and steady.get((kind, key), True)
+    return frozenset(name for name, by_one in steady.items() if by_one)
 
 
-def make_older(optimizer: Optimizer, counts: list[dict[tuple[int, Any], float]], age: int) -> None:
-    """Set the numbers that count steps, by these `step_counts` of three steps, to `age`."""
-    places = _places(optimizer)
-    for i, key in counting(counts):
-        value = places[i][key]
-        if isinstance(value, Tensor):
-            with torch.no_grad():
-                value.fill_(age)
-        else:
-            places[i][key] = type(value)(age)
+def make_older(optimizer: Optimizer, names: frozenset[Name], age: int) -> None:
+    """Set the numbers of these names, which count steps, to `age`."""
+    for kind, held in _places(optimizer):
+        for key, value in list(held.items()):
+            if (kind, key) not in names or not _is_number(value):
+                continue
+            if isinstance(value, Tensor):
+                with torch.no_grad():
+                    value.fill_(age)
+            else:
+                held[key] = type(value)(age)
 
 
-def _places(optimizer: Optimizer) -> list[dict[Any, Any]]:
-    found: list[Any] = []
+def _places(optimizer: Optimizer) -> list[tuple[str, dict[Any, Any]]]:
+    found: list[tuple[str, Any]] = []
     for each in Contents(optimizer).optimizers:
-        found += [vars(each), *each.param_groups, *each.state.values()]
-    return [held for held in found if isinstance(held, dict)]
+        found.append(("attributes", vars(each)))
+        found += [("group", group) for group in each.param_groups]
+        found += [("state", held) for held in each.state.values()]
+    return [(kind, held) for kind, held in found if isinstance(held, dict)]
 
 
 def _is_number(value: Any) -> bool:

@@ -173,7 +173,7 @@ class _Probe(Trials):
         """The reference, by the first way of calling `step` that works."""
         errors = []
         for call, sparse in ((plain_step, False), (closure_step, False), (plain_step, True)):
-            self._call, self._sparse = call, sparse
+            self._call, self._sparse, self._aging = call, sparse, None
             if sparse:  # slow, and no optimizer asks how large a sparse gradient is
                 self._draw(8)
             try:

@@ -15,6 +15,8 @@ from lockstep.strategies.launch.rng import has_drawn, seed_streams, stream_state
 from lockstep.strategies.modules.parameter_hooks import attributes, copy_attributes
 from lockstep.strategies.optimizers.copies import (
     Contents,
+    Name,
+    Place,
     closure_step,
     counting,
     duplicate,
@@ -55,6 +57,8 @@ class Trials:
         self._call: Callable[[Optimizer, Callable[[], Any]], Any] = plain_step
         self._sparse = False
         self._ages: tuple[int, ...] = AGES
+        self._aging: frozenset[Name] | None = None
+        """What counts steps, as the first trial has shown; of some of the parameters another number may look so."""
         self.keeps_numbers = False
         walk = Contents(optimizer)
         self._parameters = walk.parameters
@@ -112,11 +116,11 @@ class Trials:
         at_first = copy.deepcopy(group_numbers(duplicate))
         seed_streams(7)
         states = stream_states()
-        counts = [step_counts(duplicate)]
+        counts: list[dict[Place, float]] = []
         for step, (k, scale) in enumerate([*enumerate(SCALES), *[*enumerate(SCALES[:3])] * len(self._ages)]):
             late, first = divmod(step - len(SCALES), 3)
             if late >= 0 and not first:
-                make_older(duplicate, counts[-3:], self._ages[late] - 2)
+                make_older(duplicate, self._aging or frozenset(), self._ages[late] - 2)
 
             def closure(k: int = k, scale: float = scale) -> Tensor:
                 loss = torch.zeros((), dtype=torch.float64)
@@ -129,9 +133,11 @@ class Trials:
 
             closure()
             self._call(duplicate, closure)
-            if step < len(SCALES):
+            if self._aging is None:
                 counts.append(step_counts(duplicate))
-            if len(counts) > len(SCALES) and not counting(counts[-3:]):
+                if step == len(SCALES) - 1:
+                    self._aging = counting(counts[-3:])
+            if step == len(SCALES) - 1 and not self._aging:
                 break
         drew = has_drawn(states) or any(not torch.equal(g.get_state(), s) for g, s in self._generators)
         moved = [(t.detach() - b).flatten() for t, b in zip(tensors, before, strict=True)]

@@ -18,6 +18,8 @@ _MOST = 64
 _LOSS = "a loss"
 _NOT_OF_USERS = ("torch", "lockstep", "torchmetrics", "builtins")
 _OF_MODULES = frozenset(vars(nn.Module()))
+_OF_DEEPSPEED = ("ds_", "applied_pre_backward")
+"""How attributes begin that it sets on every module."""
 
 
 class PartialCounts:
@@ -123,4 +125,5 @@ def _numbers_in(name: str, value: Any, seen: set[int], depth: int) -> Iterator[t
 
 
 def _attributes(owner: Any) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in getattr(owner, "__dict__", {}).items() if name not in _OF_MODULES]
+    held = getattr(owner, "__dict__", {}).items()
+    return [(k, value) for k, value in held if k not in _OF_MODULES and not k.startswith(_OF_DEEPSPEED)]

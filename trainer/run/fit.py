@@ -8,19 +8,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import StepHooks, StepResult
+from lockstep.strategies.base import StepHooks, StepResult, StepVote
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.phase import CALLBACKS, END_OF_STEP, OPTIMIZER_STEP, set_phase
 from lockstep.trainer.run import evaluate, publish, saving
-from lockstep.trainer.run.guards import check_weight
+from lockstep.trainer.run.guards import check_weight, on_any_rank
 from lockstep.trainer.run.hooks import is_users, refuse_skip
 from lockstep.trainer.setup import assigned, prepare
 from lockstep.trainer.setup.loaders import follow_training, samples_of_all
@@ -42,7 +42,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     optimizers, handles, automatic = list(run.optimizers.values()), run.user_optimizers, module.automatic_optimization
     step_hooks, clip = step_hooks_of(run, loop, automatic), None if strategy.capabilities.local_steps else loop.clip
     apart = not strategy.capabilities.synchronous
-    while not saving.is_finished(run) or _ends_open(run, loop):
+    while not saving.is_finished(run) or saving.ends_open(run, loop):
         stop, windows = _begin_epoch(run, module, loop)
         steps_before, batches_before = progress.global_step, progress.batches_seen
         while not stop:
@@ -91,7 +91,7 @@ def step_hooks_of(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
     prepare, can = partial(_prepared, run, loop), run.strategy.capabilities
     meets = can.synchronous and (run.world_size > 1 or not can.runs_step_once)
     hooks = StepHooks(
-        vote=partial(saving.vote, run, meets, run.world_size > 1),
+        vote=partial(vote, run, meets, run.world_size > 1),
         log_scope=run.metrics.part,
         before_backward=loop.before_backward,
         after_backward=loop.after_backward,
@@ -120,18 +120,6 @@ def _begin(run: RunState, module: Module, loop: FitLoop) -> None:
     assigned.call(run, module, loop, run.hooks.on_train_start, last=True)
     if run.attributes is not None:
         run.attributes.note_begun()
-
-
-def _ends_open(run: RunState, loop: FitLoop) -> bool:
-    """Whether a resumed run trains no more, but was saved before the end of its epoch or of training, with all that
-    comes then."""
-    progress = run.progress
-    if not progress.batches_seen or (run.max_epochs is not None and progress.current_epoch >= run.max_epochs):
-        return False
-    if run.max_steps is not None and progress.global_step > run.max_steps:  # it was given fewer than before
-        return False
-    ended, validated = progress.ended_at == progress.global_step, progress.validated_at == progress.global_step
-    return loop.epoch_is_over(progress) or not ended or (bool(loop.val_loaders) and not validated)
 
 
 def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, Iterator[Window]]:
@@ -206,7 +194,7 @@ def finish_window(
     if stepped and guards.compares_every is not None and progress.global_step % guards.compares_every == 0:
         guards.compare_replicas()
     metrics.in_batch, metrics.weight = False, 1.0
-    done = saving.is_at_last_step(run)
+    done = run.max_steps is not None and progress.global_step >= run.max_steps
     if result.stop > 1 and not done:  # a signal's number, or an asynchronous save that failed
         raise saving.interrupted(run)
     stop = False
@@ -237,7 +225,12 @@ def _finish_epoch(run: RunState, module: Module, loop: FitLoop, stop: bool, step
 def _finish(run: RunState, module: Module, loop: FitLoop, optimizers: list[Optimizer]) -> None:
     """The end of training: what must hold of it, and its hooks."""
     loop.guards.finish()
-    if loop.windows_seen and run.resumed is None and not _learned(run, loop) and module.automatic_optimization:
+    if (
+        loop.windows_seen
+        and run.resumed is None
+        and not on_any_rank(run, loop.learned)
+        and module.automatic_optimization
+    ):
         raise ValueError(
             f"training_step of {type(module).__name__} returned a loss in none of the run's {loop.windows_seen} steps, "
             "so nothing was trained; return a loss, or set automatic_optimization = False and step by hand"
@@ -254,11 +247,22 @@ def _finish(run: RunState, module: Module, loop: FitLoop, optimizers: list[Optim
     run.strategy.synchronize(run.wrapped)  # what these hooks changed
 
 
-def _learned(run: RunState, loop: FitLoop) -> bool:
-    """Whether any window had a loss, on any rank."""
-    if run.strategy.capabilities.synchronous:
-        return loop.learned
-    return bool(run.strategy.all_reduce(torch.tensor(int(loop.learned)), "max"))
+def vote(run: RunState, meets: bool, several: bool) -> StepVote:
+    """This rank's vote in a step; with `meets` ranks are to step alike, with `several` there are other ranks."""
+    metrics = run.metrics
+    stop = run.signals.number or int(run.should_stop)
+    if run.saving is not None and run.saving.failure is not None:
+        stop = saving.SAVE_FAILED
+    rates = _hash_of_rates(run.optimizers.values()) if meets else 0
+    cast = StepVote(stop, metrics.keys_hash, metrics.names, rates)
+    return cast._replace(order=run.train_dataloader.order) if several else cast
+
+
+def _hash_of_rates(optimizers: Iterable[Optimizer]) -> int:
+    """A hash of what each rank is to step with alike."""
+    names = "lr", "momentum", "betas", "weight_decay"
+    rates = [group.get(name) for optimizer in optimizers for group in optimizer.param_groups for name in names]
+    return zlib.crc32(repr([rate for rate in rates if isinstance(rate, float | int | tuple)]).encode())
 
 
 def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBatch]:
@@ -361,8 +365,7 @@ def _close_epoch(run: RunState, module: Module, loop: FitLoop) -> None:
 
 
 def _finish_early(run: RunState, module: Module, loop: FitLoop) -> None:
-    """Training ends within an epoch: show what it has measured so far and validate, but leave the epoch open for a
-    resumed run."""
+    """Training ends within an epoch: show what it has measured and validate, but leave the epoch to a resumed run."""
     if run.progress.ended_at != run.progress.global_step:
         publish.publish(run, run.metrics.reduce(run.strategy, epoch_end=True, reset=False))
         run.progress.ended_at = run.progress.global_step

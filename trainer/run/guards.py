@@ -292,3 +292,10 @@ def check_weight(run: RunState, window: Window, micro_batch: MicroBatch) -> None
             else "give each batch a tensor with one row for each sample"
         )
     )
+
+
+def on_any_rank(run: RunState, learned: bool) -> bool:
+    """Whether any rank has `learned`, where their steps do not tell. Every rank calls it."""
+    if run.strategy.capabilities.synchronous:
+        return learned
+    return bool(run.strategy.all_reduce(torch.tensor(int(learned)), "max"))

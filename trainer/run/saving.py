@@ -6,8 +6,7 @@ import logging
 import os
 import signal
 import time
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -15,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lockstep.callbacks.guard import check_replicas
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
-from lockstep.strategies.base import StepVote, Topology
+from lockstep.strategies.base import Topology
 from lockstep.strategies.checkpoint_state import State, gather_state, pack
 from lockstep.strategies.launch import environment
 from lockstep.strategies.optimizers.attributes import Attributes
@@ -32,6 +30,7 @@ from lockstep.trainer.run.hooks import Hooks
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
     from lockstep.trainer.run.state import RunState
+    from lockstep.trainer.setup.prepare import FitLoop
 
 _log = logging.getLogger("lockstep")
 
@@ -252,24 +251,6 @@ def agree_to_stop(run: RunState) -> bool:
     return bool(stop) and may_stop(run)
 
 
-def vote(run: RunState, meets: bool, several: bool) -> StepVote:
-    """This rank's vote in a step; with `meets` ranks are to step alike, with `several` there are other ranks."""
-    metrics = run.metrics
-    stop = run.signals.number or int(run.should_stop)
-    if run.saving is not None and run.saving.failure is not None:
-        stop = SAVE_FAILED
-    rates = _hash_of_rates(run.optimizers.values()) if meets else 0
-    cast = StepVote(stop, metrics.keys_hash, metrics.names, rates)
-    return cast._replace(order=run.train_dataloader.order) if several else cast
-
-
-def _hash_of_rates(optimizers: Iterable[Optimizer]) -> int:
-    """A hash of what each rank is to step with alike."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    rates = [group.get(name) for group in groups for name in ("lr", "momentum", "betas", "weight_decay")]
-    return zlib.crc32(repr([rate for rate in rates if isinstance(rate, float | int | tuple)]).encode())
-
-
 def is_finished(run: RunState) -> bool:
     """Whether training has reached its end, or all ranks agree to stop. Every rank calls it."""
     progress = run.progress
@@ -280,3 +261,15 @@ def is_finished(run: RunState) -> bool:
 
 def is_at_last_step(run: RunState) -> bool:
     return run.max_steps is not None and run.progress.global_step >= run.max_steps
+
+
+def ends_open(run: RunState, loop: FitLoop) -> bool:
+    """Whether a resumed run trains no more, but was saved before the end of its epoch or of training, with all that
+    comes then."""
+    progress = run.progress
+    if not progress.batches_seen or (run.max_epochs is not None and progress.current_epoch >= run.max_epochs):
+        return False
+    if run.max_steps is not None and progress.global_step > run.max_steps:  # it was given fewer than before
+        return False
+    ended, validated = progress.ended_at == progress.global_step, progress.validated_at == progress.global_step
+    return loop.epoch_is_over(progress) or not ended or (bool(loop.val_loaders) and not validated)

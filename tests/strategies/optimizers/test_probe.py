@@ -272,6 +272,21 @@ def test_what_an_optimizer_begins_late_in_a_run_is_found(count_in: str, begins: 
     assert optimizer.steps == optimizer.param_groups[0]["steps"] == 0 and not optimizer.state
 
 
+class CountsTensors(SGD):
+    """Of one tensor it counts steps, of more something else."""
+
+    tensors = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.tensors += sum(len(group["params"]) for group in self.param_groups)
+        return super().step(closure)
+
+
+def test_a_number_that_counts_steps_of_one_tensor_only_is_left_as_it_is() -> None:
+    parameters = [nn.Parameter(torch.randn(4, 4)) for _ in range(3)]
+    assert probe(CountsTensors(parameters, lr=0.1, momentum=0.9)).kind == "elementwise"
+
+
 def test_an_optimizer_that_fails_late_is_tried_early() -> None:
     def rule(params: list[Tensor], group: dict[str, Any]) -> None:
         group["steps"] += 1
