@@ -25,7 +25,7 @@ from lockstep.strategies.launch import environment, fault_injection, launcher, p
 from lockstep.strategies.launch.program.contexts import refuse_hooks_on_all
 from lockstep.strategies.modules.activation_checkpointing import find_recomputed, keep, recompute
 from lockstep.strategies.modules.blocks import Rule, is_metric
-from lockstep.strategies.modules.casts import follow_casts, watch_casts
+from lockstep.strategies.modules.casts import follow_casts, forget_casts, watch_casts
 from lockstep.strategies.modules.meta import materialize
 from lockstep.strategies.modules.model_changes import refuse_embeddings, refuse_shared_memory
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
@@ -234,6 +234,7 @@ class SPMDStrategy(SPMDStep):
         model = self.unwrap(wrapped)
         keep(model)
         self._parameter_hooks.put_back(model.named_parameters())
+        forget_casts()
 
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         if len(optimizers) > 1:

@@ -79,7 +79,7 @@ class DataParallel(SPMDStrategy):
         super().__init__(activation_checkpointing=activation_checkpointing)
         self._threads: ThreadPoolExecutor | None = None
         self._draws = True
-        self._suspects: set[str] = set()
+        self._suspects: dict[str, float] = {}
         """Buffers that may count samples."""
         self._counts: PartialCounts | None = None
         self._cutter: SampleCutter | None = None

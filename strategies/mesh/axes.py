@@ -333,7 +333,7 @@ def _helpers(function: FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
     names = {name for code in _codes(function) for name in code.co_names}
     found = [function.__globals__[name] for name in names if name in function.__globals__]
-    found += [getattr(module, name, None) for module in found if isinstance(module, ModuleType) for name in names]
+    found += [vars(module).get(name) for module in found if isinstance(module, ModuleType) for name in names]
     yield from (helper for helper in found if isinstance(helper, FunctionType))
 
 

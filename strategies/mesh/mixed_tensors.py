@@ -150,7 +150,7 @@ _copies: list[tuple[StorageWeakRef, StorageWeakRef]] = []
 
 
 def note_copy(shard: Tensor, copy: Any) -> None:
-    if len(_copies) >= 1000:
+    if len(_copies) >= 1024 and len(_copies).bit_count() == 1:  # at each power of two
         _copies[:] = [pair for pair in _copies if not pair[1].expired()]
     memory = (tensor.untyped_storage() for tensor in (shard, getattr(copy, "elem", copy)))
     of_shard, of_copy = map(StorageWeakRef, memory)
@@ -165,12 +165,18 @@ def refuse_kept_copies(model: nn.Module, strategy: str) -> None:
     if all(copy.expired() for _, copy in _copies):
         _copies.clear()
         return
-    gc.collect()  # torch.save, for one, leaves tensors to it
+    shards = {
+        StorageWeakRef(parameter._local_tensor.untyped_storage()).cdata: name
+        for name, parameter in model.named_parameters()
+        if hasattr(parameter, "_local_tensor")
+    }
+    _copies[:] = [(shard, copy) for shard, copy in _copies if shard.cdata in shards and not copy.expired()]
+    if _copies:
+        gc.collect()  # torch.save, for one, leaves tensors to it
     alive = {shard.cdata for shard, copy in _copies if not copy.expired()}
     _copies.clear()
-    for name, parameter in model.named_parameters() if alive else ():
-        shard = getattr(parameter, "_local_tensor", None)
-        if shard is not None and StorageWeakRef(shard.untyped_storage()).cdata in alive:
+    for cdata, name in shards.items() if alive else ():
+        if cdata in alive:
             raise RuntimeError(
                 f"user code keeps a view of {name} (a slice of it, or a detach() or state_dict() within whole()), "
                 f"which is a copy, as {strategy} shards the parameter over ranks, and would not follow it; keep a "

@@ -16,13 +16,18 @@ _replaced: list[Any] = []
 
 
 def watch_casts() -> None:
-    """From here on casts of the parameters that are then followed are noted, those that are undone at once too: torch
-    has given these other memory and other nodes of the graph. Changes torch once a process, and not within
+    """Note from here on casts of the parameters that are then followed, also casts that are undone at once, by which
+    torch gives a parameter other memory and another node of the graph. Changes torch once a process, and not within
     `converting_by`."""
-    _followed.clear()
-    _cast.clear()
+    forget_casts()
     if not _replaced:
         nn.Module._apply = _watched  # type: ignore[method-assign]
+
+
+def forget_casts() -> None:
+    """Follow no parameter; what was called for them held the model."""
+    _followed.clear()
+    _cast.clear()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ _MOST = 1000
 
 class Enclosed:
     """A hook, whose attributes are the variables that it shares with other code: numbers, and dicts of them in the
-    place of lists, dicts and objects. A tensor shows as its version."""
+    place of lists, dicts and objects. A tensor shows as its version; floats, such as times, do not."""
 
     __slots__ = ("hook",)
 
@@ -30,7 +30,7 @@ class Enclosed:
 
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
-        return {name: _numbered(value) for name, value in _variables(self.hook, 3)}
+        return _without_floats({name: _numbered(value) for name, value in _variables(self.hook, 3)})
 
 
 def hook_holders(modules: list[nn.Module], known: list[Enclosed]) -> list[nn.Module | Enclosed]:
@@ -69,9 +69,13 @@ def _numbered(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value._version if is_here(value) and not value.is_inference() else None
     if isinstance(value, list | tuple | deque):
-        return {"length": len(value), **dict(enumerate(list(value)[:_MOST]))}
+        return {"length": len(value), **_without_floats(dict(enumerate(list(value)[:_MOST])))}
     if isinstance(value, Mapping):
-        return dict(value) if len(value) <= _MOST else {"length": len(value)}
+        return _without_floats(value) if len(value) <= _MOST else {"length": len(value)}
     if is_plain_object(value) and not isinstance(value, ModuleType):
-        return dict(vars(value))
+        return _without_floats(vars(value))
     return value
+
+
+def _without_floats(held: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in held.items() if not isinstance(value, float)}

@@ -125,11 +125,14 @@ class ShapeInference:
     def key(self, args: Any, kwargs: Any) -> Any:
         """What a layout depends on, to compare and to look up."""
         leaves, spec = flatten((args, kwargs), is_object)
+        given: Any = (bool, int, str, type(None))
+        if not self._net.training:  # in training a number may change in each step, as a temperature does
+            given = (*given, float)
         kinds = tuple(
             (leaf.shape, leaf.dtype)
             if isinstance(leaf, Tensor)
             else leaf
-            if isinstance(leaf, (bool, int, str, type(None)))
+            if isinstance(leaf, given)
             else signature(leaf)
             for leaf in leaves
         )

@@ -39,14 +39,14 @@ def refusing_counts(
     total: int,
     strategy: str,
     batches: Iterable[Any],
-    suspects: set[str],
+    suspects: dict[str, float],
 ) -> Iterator[None]:
     """Raise RuntimeError if a number in a buffer of `held()` grows within by the `own` samples or by the elements of a
     tensor in all of this rank's `batches`, not by the `total` samples of the step: it counts samples or tokens, alike
     on all ranks, but not as one process does.
 
     One that grows by another multiple of `own`, as the largest length of a batch may, or by the sum of a tensor, such
-    as a mask, is among `suspects` first, and refused if it does so in a later step too.
+    as a mask, is among `suspects` first, and refused if it does so in a later step too, by another sum.
     """
     before = _numbers(held()) if 1 < own < total else {}
     yield
@@ -57,8 +57,9 @@ def refusing_counts(
         counts = number == own or (number % own == 0 and number in elements)
         if not counts and number not in sums and (number % own or number % total == 0):
             continue
-        if not counts and name not in suspects:
-            suspects.add(name)
+        is_constant = number % own != 0 and suspects.get(name) == number  # what counts by a mask is another each time
+        if not counts and (name not in suspects or is_constant):
+            suspects[name] = number
         else:
             raise RuntimeError(
                 f"a step added {number:g} to the buffer {name}, which counts the {own} samples that {strategy} showed "
@@ -101,7 +102,7 @@ class SharedBuffers:
         self._modules = [module for module in model.modules() if _kept(module)]
         self._names = {module: name for name, module in model.named_modules()}
         self._looks = 0
-        self.suspects: set[str] = set()
+        self.suspects: dict[str, float] = {}
         """Buffers that may count samples."""
         self._shapes = self._now()
 

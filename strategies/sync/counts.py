@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+_MOST_LOOKS = 4
 _MOST = 64
 """Items of a list or dict that are read."""
 _LOSS = "a loss"
@@ -36,8 +37,11 @@ class PartialCounts:
         self._found: dict[str, str] | None = None
         """What may be one, after the first batch."""
         self.done = False
+        self._begun = 0
 
     def begin(self) -> None:
+        self._begun += 1
+        self.done = self.done or self._begun > _MOST_LOOKS  # at parts of one sample, which say nothing
         self._before = {} if self.done else dict(_numbers(self._owners))
 
     def end(self, own: int, batch: Any, output: Any) -> None:
@@ -83,9 +87,16 @@ def sizes_and_sums(batches: Iterable[Any]) -> tuple[set[int], set[float]]:
     sizes, sums = set[int](), set[float]()
     for tensors in zip(*leaves, strict=False):
         sizes.add(sum(0 if tensor is None else tensor.numel() for tensor in tensors))
-        if all(tensor is not None and not tensor.is_floating_point() and not tensor.is_complex() for tensor in tensors):
+        if all(tensor is not None and _may_mask(tensor) for tensor in tensors):
             sums.add(sum(float(tensor.sum()) for tensor in tensors if tensor is not None))
     return sizes - {0}, sums - {0.0, 1.0}  # 1 may count batches
+
+
+def _may_mask(tensor: Tensor) -> bool:
+    """Whether it may mark elements to count: labels of samples are whole numbers as well."""
+    return tensor.dtype == torch.bool or (
+        tensor.dim() > 1 and not tensor.is_floating_point() and not tensor.is_complex()
+    )
 
 
 def _is(growth: float, amount: float) -> bool:

@@ -42,7 +42,7 @@ class EvaluatedBuffers:
         """After each batch of which this rank had samples, until the first of which it had none."""
         self._lacked = False
         self._looks = 0
-        self._suspects: set[str] = set()
+        self._suspects: dict[str, float] = {}
 
     def _held(self) -> dict[str, Tensor]:
         kept = kept_buffers(self._model).items()

@@ -249,12 +249,11 @@ def _finish(run: RunState, module: Module, loop: FitLoop, optimizers: list[Optim
 
 def vote(run: RunState, meets: bool, several: bool) -> StepVote:
     """This rank's vote in a step; with `meets` ranks are to step alike, with `several` there are other ranks."""
-    metrics = run.metrics
     stop = run.signals.number or int(run.should_stop)
     if run.saving is not None and run.saving.failure is not None:
         stop = saving.SAVE_FAILED
     rates = _hash_of_rates(run.optimizers.values()) if meets else 0
-    cast = StepVote(stop, metrics.keys_hash, metrics.names, rates)
+    cast = StepVote(stop, run.metrics.keys_hash, run.metrics.names, rates)
     return cast._replace(order=run.train_dataloader.order) if several else cast
 
 
@@ -366,10 +365,11 @@ def _close_epoch(run: RunState, module: Module, loop: FitLoop) -> None:
 
 def _finish_early(run: RunState, module: Module, loop: FitLoop) -> None:
     """Training ends within an epoch: show what it has measured and validate, but leave the epoch to a resumed run."""
-    if run.progress.ended_at != run.progress.global_step:
+    step = run.progress.global_step
+    if not step or run.progress.ended_at != step:
         publish.publish(run, run.metrics.reduce(run.strategy, epoch_end=True, reset=False))
-        run.progress.ended_at = run.progress.global_step
-    if loop.val_loaders and run.progress.validated_at != run.progress.global_step:
+        run.progress.ended_at = step
+    if loop.val_loaders and (not step or run.progress.validated_at != step):
         _validate(run, module, loop)
 
 

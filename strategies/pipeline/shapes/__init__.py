@@ -1,1 +1,1 @@
-"""Layers over ranks: torch's pipelining schedules around an unchanged training step."""
+"""What travels between stages, found by a run without data."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from typing import Any
 
 import pytest
@@ -170,6 +171,18 @@ def test_what_hooks_of_layers_count_is_refused_by_name(how: str) -> None:
     name = re.escape("held[0]" if how == "backward" else how)
     with pytest.raises(RuntimeError, match=f"training_step calls a (hook|layer) that counts in {name}, but"):
         fit(Hooked(how), "pipeline", 2, max_epochs=1)
+
+
+class Timed(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        starts: dict[str, float] = {}
+        for layer in self.net:
+            layer.register_forward_hook(lambda *_: starts.update(last=time.perf_counter()))
+
+
+def test_times_that_hooks_of_layers_note_are_not_counts() -> None:
+    exact(Timed, {"pipeline": 2}, max_epochs=1)
 
 
 class HookedParameter(Base):

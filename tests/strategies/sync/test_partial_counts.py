@@ -96,15 +96,26 @@ def test_counts_of_batches_and_what_the_last_batch_left_are_not() -> None:
 
 def test_a_buffer_that_counts_under_a_mask_is_refused() -> None:
     """It hides as many elements on each rank, and their number is a multiple of the samples of all."""
-    seen, mask, suspects = torch.zeros(()), torch.arange(32).reshape(4, 8) < 16, set[str]()
+    seen, suspects = torch.zeros(()), dict[str, float]()
 
-    def step() -> None:
-        with refusing_counts(lambda: {"seen": seen}, 4, 8, "ddp", [(mask,)], suspects):
-            seen.add_(mask.sum())
+    def step(hidden: int, growth: int | None = None) -> None:
+        mask = torch.arange(32).reshape(4, 8) < hidden
+        with refusing_counts(lambda: {"seen": seen}, 4, 8, "ddp", [(mask, torch.arange(4) % 2)], suspects):
+            seen.add_(mask.sum() if growth is None else growth)
 
-    step()
+    for _ in range(3):
+        step(16, growth=2)  # the labels add up to as much: it counts calls
+    step(18)
     with pytest.raises(RuntimeError, match="added 16 to the buffer seen"):
-        step()
+        step(16)
+
+
+def test_parts_of_one_sample_are_watched_a_few_times_only() -> None:
+    counts = PartialCounts({"": Model()}, 2, "ddp", "self.log it")
+    for _ in range(9):
+        counts.begin()
+        counts.end(1, {"x": torch.zeros(1, 7)}, None)
+    assert counts.done
 
 
 class Counts(Base):

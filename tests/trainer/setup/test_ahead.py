@@ -188,7 +188,7 @@ LOADERS: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
     "shards itself": (
         {"virtual_ranks": 2},
         lambda: DataLoader(Numbers(shards_itself=True), batch_size=4),
-        "cannot be used with Numbers, which shards itself",
+        "workers of a parameter server cannot be used with Numbers, which shards itself",
     ),
     "dropped": ({}, lambda: batches(16, drop_last=True), "has 16 samples and a full one 32"),
     "interval": ({"val_check_interval": 3}, batches, "val_check_interval=3 is more than the 2 batches of an epoch"),
