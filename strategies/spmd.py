@@ -202,6 +202,7 @@ class SPMDStrategy(SPMDStep):
         if self._agreement is not None:
             self._agreement.close()
         self._agreement, self._edits = None, UserEdits()
+        forget_casts()
         self._scaler_used = self._looks = self._steps_on_host = False
         self._unscaled.clear()
         self._non_finite, self._watched, self._copies, self._trained_by = None, [], None, ()
@@ -234,7 +235,6 @@ class SPMDStrategy(SPMDStep):
         model = self.unwrap(wrapped)
         keep(model)
         self._parameter_hooks.put_back(model.named_parameters())
-        forget_casts()
 
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         if len(optimizers) > 1:

@@ -156,7 +156,7 @@ class DataParallel(SPMDStrategy):
                 outputs = self._run(
                     forward, range(len(slices)), replicas, steps, [part for part, _ in slices], contexts
                 )
-            self._counts.end(own, slices[0][0], detach(outputs[0]))
+            self._counts.end(own, slices[0][0], outputs[0])
             if hooks.vote().rates != rates:
                 raise RuntimeError(
                     "training_step changed a learning rate, momentum or weight decay, and strategy 'dp' runs it on "

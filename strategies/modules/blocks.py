@@ -230,6 +230,6 @@ def is_of_user(module: nn.Module) -> bool:
     return bool(users_classes(module))
 
 
-def users_classes(module: nn.Module) -> list[type]:
+def users_classes(value: object) -> list[type]:
     """Its class and bases, but for those of torch and Lockstep."""
-    return [cls for cls in type(module).__mro__ if cls.__module__.partition(".")[0] not in _NOT_OF_USERS]
+    return [cls for cls in type(value).__mro__ if cls.__module__.partition(".")[0] not in _NOT_OF_USERS]

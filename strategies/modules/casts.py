@@ -16,18 +16,22 @@ _replaced: list[Any] = []
 
 
 def watch_casts() -> None:
-    """Note from here on casts of the parameters that are then followed, also casts that are undone at once, by which
-    torch gives a parameter other memory and another node of the graph. Changes torch once a process, and not within
-    `converting_by`."""
+    """Note casts of the parameters that are followed from here on, until `forget_casts`; also casts that are undone at
+    once, by which torch gives a parameter other memory and another node of the graph. Replaces a method of
+    `nn.Module`, but not within `converting_by`."""
+    global _apply
     forget_casts()
     if not _replaced:
+        _apply = nn.Module._apply
         nn.Module._apply = _watched  # type: ignore[method-assign]
 
 
 def forget_casts() -> None:
-    """Follow no parameter; what was called for them held the model."""
+    """Follow no parameter, hold no model, and give `nn.Module` its method back."""
     _followed.clear()
     _cast.clear()
+    if nn.Module._apply is _watched:
+        nn.Module._apply = _apply  # type: ignore[method-assign]
 
 
 @contextmanager

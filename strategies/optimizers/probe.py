@@ -165,7 +165,7 @@ class _Probe(Trials):
         except UnknownOptimizer:
             raise
         except Exception:
-            pass
+            pass  # what fails so late is tried early, and raises there if it fails at all
         self._ages = ()
         return self._by_call()
 

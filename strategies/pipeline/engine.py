@@ -37,7 +37,7 @@ from lockstep.strategies.modules.model_changes import (
 )
 from lockstep.strategies.pipeline.microbatches import Feed, Tally, feeds_of, merged, without_weight
 from lockstep.strategies.pipeline.schedules import Schedule
-from lockstep.strategies.pipeline.stage_run import Layout, explained
+from lockstep.strategies.pipeline.stage_run import SENDS_ALL_GRADIENTS, SPLITS_EXACTLY, Layout, explained
 from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.precision import Precision
 from lockstep.strategies.step import weighted_losses
@@ -354,7 +354,7 @@ class OpenStage(PipelineStage):
         if whole and not full_backward:
             self._done.add(bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
-        if not self.is_first and torch.__version__ < "2.12":  # which sends a gradient of all that was received
+        if not self.is_first and SENDS_ALL_GRADIENTS:
             given = zip(self.bwd_cache[bwd_chunk_id], inputs, strict=True)
             self.bwd_cache[bwd_chunk_id] = tuple(torch.zeros_like(t) if g is None else g for g, t in given)
 
@@ -372,7 +372,7 @@ class OpenStage(PipelineStage):
         """
         if self.is_first:  # torch does both at once
             return True
-        if torch.__version__ < "2.13":  # as versions, not as texts
+        if not SPLITS_EXACTLY:
             return False
         outputs, inputs = self.fwd_cache[bwd_chunk_id]
         if self.hooked or bwd_chunk_id in self.unsplit or not any(t.requires_grad for t in inputs):

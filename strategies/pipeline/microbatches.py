@@ -58,11 +58,14 @@ class Feed:
     """The ids of tensors that all parts of the micro-batch are given whole."""
     written: list[Tensor] = field(default_factory=list)
     """Tensors of the last part that ran which the step has changed in place."""
+    is_copied: bool = True
+    """Whether `learn` ran on a copy, if it ran."""
 
     def learn(self, index: int) -> Any:
         """`step` on a copy of a part, to find out what travels."""
         holder = self.holder(index)
         batch, holder.batch = holder.batch, copied(holder.batch)
+        self.is_copied = holder.batch is not batch
         try:
             return self.step(index)
         finally:
@@ -91,6 +94,11 @@ class Feed:
             raise RuntimeError(
                 "training_step changes a tensor of the batch in place that has no row a sample, so that all parts of a "
                 "micro-batch, for each of which a pipeline runs it, share it; compute a new tensor"
+            )
+        if self.written and not self.is_copied:
+            raise RuntimeError(
+                "training_step changes a tensor of the batch in place, but copy.deepcopy cannot copy the batch, on "
+                "which a pipeline runs it once more to find out what travels; compute a new tensor"
             )
         if self.written and num_stages > 1:
             raise RuntimeError(

@@ -40,6 +40,7 @@ from lockstep.strategies.pipeline.shapes.fake_tensors import (
 )
 from lockstep.strategies.pipeline.stage_run import (
     NOTHING,
+    SENDS_ALL_GRADIENTS,
     Layout,
     Message,
     Place,
@@ -269,8 +270,8 @@ class ShapeInference:
         return returned.give(held, held_before) if isinstance(returned, Returned) else returned
 
     def unseen(self, index: int, args: Any, kwargs: Any) -> tuple[Any, list[Place]]:
-        """What stands for a call of a layer that the run of the model on fake tensors did not make, and the attributes
-        that it sets."""
+        """The stand-in for the output of a layer that shape inference has not seen called, and the attributes that the
+        call sets."""
         outer, running = self._pass, _Pass(Origins(self._stage_of, ()), self._stage_of[index])
         self._pass = running
         try:
@@ -355,7 +356,7 @@ class ShapeInference:
             )
         like = [*(leaves[i] for i in chosen), *(origins.tensors[source] for source in sources)]
         kinds = [t.dtype for t in like if not (t.is_floating_point() or t.is_complex())]
-        if kinds and torch.__version__ < "2.12":  # as versions, not as texts
+        if kinds and SENDS_ALL_GRADIENTS:
             raise RuntimeError(
                 f"{name} begins stage {stage} and it or what follows takes a tensor of {kinds[0]} that layers before "
                 f"it hand on, which torch {torch.__version__} cannot send; use torch 2.12 or later, convert it to a "

@@ -24,6 +24,12 @@ Place = tuple[nn.Module, str, Any]
 NOTHING: Mapping[Any, Tensor] = {}
 
 
+SENDS_ALL_GRADIENTS = torch.__version__ < "2.12"  # as versions, not as texts
+"""Whether torch sends a gradient of all that a stage has received, and sends tensors that can have one only."""
+SPLITS_EXACTLY = torch.__version__ >= "2.13"
+"""Whether the gradient of a weight that is used twice is right where that of inputs is computed apart."""
+
+
 class Message(NamedTuple):
     """What travels from one stage to the next."""
 
@@ -202,12 +208,6 @@ class Run:
             raise RuntimeError(
                 f"shapes of what layers return must follow from those of their inputs in a pipeline, but {name} reads "
                 f"values and returns {found} where shape inference gave {inferred}; pad it, or use strategy='ddp'"
-            )
-        if reads_values:
-            warnings.warn(
-                f"{name} reads values of tensors, which in a pipeline are those of a part of the micro-batch: it gives "
-                "the numbers of one process if it treats samples one by one",
-                stacklevel=2,
             )
         for source in self.layout.skips.get(call, ()):
             self.arrived()[source] = tree_leaves(output)[source.leaf].clone()

@@ -316,9 +316,10 @@ class Staged(nn.Module):
                 args, kwargs = self._incoming(run, index, args, kwargs)
             with run.in_layer(self.layers[index].name):
                 output = self._calls[index](*args, **kwargs)
-            by_values = self.inference.layers.by_values
-            if run.layout.skips or by_values:  # type: ignore[union-attr]
-                run.keep(index, output, args, kwargs, self.layers[index].name, index in by_values)
+            layers = self.inference.layers
+            if run.layout.skips or layers.by_values:  # type: ignore[union-attr]
+                run.keep(index, output, args, kwargs, self.layers[index].name, index in layers.by_values)
+                layers.report(index)
             return output
         if stage > run.stage:
             raise Leave(self._outgoing(run, index, args, kwargs))

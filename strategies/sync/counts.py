@@ -77,7 +77,8 @@ def _amounts(own: int, batch: Any, output: Any) -> list[tuple[str, float]]:
     amounts += [("the sum of a tensor of the batch", number) for number in sums]
     for leaf in tree_leaves(output):
         if type(leaf) is Tensor and leaf.numel() == 1 and leaf.is_floating_point():
-            amounts += [(_LOSS, float(leaf)), (_LOSS, float(leaf) * own)]
+            loss = float(leaf.detach())
+            amounts += [(_LOSS, loss), (_LOSS, loss * own)]
     return amounts
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lockstep.strategies.launch import environment
+from lockstep.strategies.modules.blocks import users_classes
 from lockstep.strategies.sync.counts import PartialCounts
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class CountsWatch:
         if not watches or loop in run.watched or environment.in_plan():
             return
         run.watched.add(loop)
-        own = [item for item in run.callbacks if not type(item).__module__.startswith("lockstep.")]
+        own = [item for item in run.callbacks if users_classes(item)]
         owners = {"": module} | {type(item).__name__: item for item in (run.datamodule, *own) if item is not None}
         self._counts = PartialCounts(
             owners,

@@ -94,7 +94,7 @@ class _Kept(_Given):
 
 
 def shapes(output: Any) -> list[Any]:
-    """Shapes of the tensors in what a layer has returned, or in what stands for it."""
+    """Shapes of the tensors in the output of a layer, or in the stand-in for one."""
     output = output.output if isinstance(output, Returned) else output
     return [
         list((leaf.like if isinstance(leaf, Blank) else leaf).shape)

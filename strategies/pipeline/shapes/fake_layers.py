@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ class FakeLayers:
         self._copies = [mode.copy_of(layer.module, device, {id(model): model}) for layer in layers]
         self.by_values: set[int] = set()
         """Layers that run on tensors with values only, so that the shapes of what they return may follow from these."""
+        self._reported: set[int] = set()
         self._made_up: MadeUp | None = None
 
     def pairs(self, index: int | None = None) -> Iterator[tuple[nn.Module, nn.Module]]:
@@ -50,6 +52,16 @@ class FakeLayers:
                 hooks = {key: self._tried(hook) for key, hook in users_hooks(mine, kind)}
                 setattr(theirs, kind, OrderedDict(hooks))
                 setattr(theirs, f"{kind}_with_kwargs", getattr(mine, f"{kind}_with_kwargs"))
+
+    def report(self, index: int) -> None:
+        """Warn of a layer that reads values, once, on the rank that has it."""
+        if index in self.by_values and index not in self._reported:
+            self._reported.add(index)
+            warnings.warn(
+                f"{self._layers[index].name} reads values of tensors, which in a pipeline are those of a part of the "
+                "micro-batch: it gives the numbers of one process if it treats samples one by one",
+                stacklevel=2,
+            )
 
     def __call__(self, index: int, args: Any, kwargs: Any) -> Any:
         """What a layer returns for fake tensors. A layer that fails on them, as one that reads their values does, runs

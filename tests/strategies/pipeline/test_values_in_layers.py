@@ -60,6 +60,13 @@ def test_a_layer_may_read_values(how: str, place: int) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.filterwarnings("always:net.* reads values of tensors")
+def test_a_layer_that_reads_values_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
+    fit(Net("number", 1), "pipeline", 2)
+    assert capfd.readouterr().err.count("net.1 reads values of tensors") == 1
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("how", "place", "message"),
     [

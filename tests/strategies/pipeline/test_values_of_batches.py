@@ -54,7 +54,7 @@ class Numbered(Base):
         self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.how == "written":
+        if self.how in ("written", "sealed"):
             batch["x"].mul_(2)
         elif self.how == "shared":
             batch["number"].mul_(2)
@@ -71,9 +71,17 @@ def collated(items: list[Any]) -> dict[str, Tensor]:
     return {"x": x, "y": y, "number": torch.tensor(int(y.sum()) % 4)}
 
 
+class Sealed(dict):
+    """A batch that cannot be copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("sealed")
+
+
 def fit(how: str, strategy: Any, devices: int) -> dict[str, Tensor]:
     module = Numbered(how)
-    loader = DataLoader(samples(), 8, collate_fn=collated)
+    collate: Any = collated if how != "sealed" else lambda items: Sealed(collated(items))
+    loader = DataLoader(samples(), 8, collate_fn=collate)
     quiet(strategy=strategy, devices=devices, seed=0, max_epochs=2, precision="64-true").fit(module, loader)
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
@@ -92,9 +100,47 @@ def test_a_step_may_follow_the_values_of_its_batch(how: str) -> None:
             r"net\.blocks\.1 was called for some inputs, but not for others|two batches of one shape",
         ),
         ("shared", "pipeline", "changes a tensor of the batch in place that has no row a sample"),
+        ("sealed", "pipeline", "in place, but copy.deepcopy cannot copy the batch"),
         ("written", Pipeline(schedule="zbv"), "runs it for each of its 2 stages of the pipeline; .* schedule='1f1b'"),
     ],
 )
 def test_what_a_pipeline_cannot_follow_is_refused_by_name(how: str, strategy: Any, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         fit(how, strategy, 2)
+
+
+class Scaled(Base):
+    """Evaluates at two scales, which inputs of one shape lead to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Resized()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0], 1.0), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        scale = (0.5, 1.0)[batch_idx % 2]
+        self.log(f"at {scale}", F.cross_entropy(self.net(batch[0], scale), batch[1]))
+
+
+class Resized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.middle, self.last = (
+            nn.Conv1d(a, b, 3, dtype=torch.float64) for a, b in ((1, 4), (4, 4), (4, 4))
+        )
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        x = F.interpolate(self.first(x[:, None]), scale_factor=scale * 4)
+        return self.last(self.middle(x)).mean(-1)
+
+
+def test_an_evaluation_at_two_scales_has_the_shapes_of_each() -> None:
+    found = []
+    for strategy, devices in (("single", 1), ("pipeline", 2)):
+        trainer = quiet(strategy=strategy, devices=devices, seed=0, max_epochs=1, precision="64-true")
+        trainer.fit(Scaled(), DataLoader(samples(), 8), DataLoader(samples(), 8))
+        found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+    assert found[0] == pytest.approx(found[1], rel=1e-12)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lockstep.strategies.modules.casts import watch_casts
+from lockstep.strategies.modules.casts import forget_casts, watch_casts
 from lockstep.strategies.planning.fake_model import converting_in_place, fake_copy
 
 
@@ -20,4 +20,5 @@ def test_a_model_that_a_strategy_sets_up_in_a_plan_is_converted_in_place() -> No
         model.double()
     assert referred() is model.weight is weight and weight.dtype == torch.float64
     watch_casts()
+    forget_casts()
     assert nn.Linear(2, 2).double().weight.dtype == torch.float64

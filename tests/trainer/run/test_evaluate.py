@@ -365,6 +365,16 @@ def test_when_validation_runs(options: dict[str, Any], at: list[int]) -> None:
     assert steps == at
 
 
+def test_a_run_that_is_stopped_before_its_first_step_validates() -> None:
+    class Stopped(Net):
+        def on_train_epoch_start(self) -> None:
+            self.trainer.should_stop = True
+
+    trainer = quiet(max_epochs=2)
+    trainer.fit(Stopped(), loader(8), loader(8))
+    assert trainer.global_step == 0 and "val/loss" in trainer.callback_metrics
+
+
 def test_a_run_that_ends_within_an_epoch_ends_with_a_validation() -> None:
     trainer = quiet(max_epochs=None, max_steps=3)
     trainer.fit(Net(), loader(40, 4), loader(8))

@@ -87,7 +87,9 @@ class Stream(IterableDataset):
         return iter(data(24))
 
 
-def fitted(case: str, folder: Path, ckpt_path: Path | None = None) -> tuple[Trainer, Seen, Values, Ending]:
+def fitted(
+    case: str, folder: Path, ckpt_path: Path | None = None, **options: Any
+) -> tuple[Trainer, Seen, Values, Ending]:
     torch.manual_seed(0)
     seen, values, module = Seen(), Values(), Ending(case)
     by_step = ModelCheckpoint(folder / "steps", every_n_train_steps=1, save_top_k=-1)
@@ -99,7 +101,7 @@ def fitted(case: str, folder: Path, ckpt_path: Path | None = None) -> tuple[Trai
         log_every_n_steps=1,
         seed=0,
         default_root_dir=str(folder),
-        **CASES[case],
+        **CASES[case] | options,
     )
     train = DataLoader(Stream(), batch_size=8) if case == "no length" else loader(24, 8, shuffle=True)
     trainer.fit(module, train, loader(8), ckpt_path=ckpt_path)
@@ -119,6 +121,20 @@ def test_every_checkpoint_leads_to_the_same_end(case: str, tmp_path: Path) -> No
         assert seen.calls[-len(calls.calls) :] == calls.calls, path
         assert rows.rows == values.rows[len(values.rows) - len(rows.rows) :], path
         assert equal(weights(other), weights(module)), path
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "local_sgd"])
+def test_the_last_step_leads_to_the_same_end_on_ranks(strategy: str, tmp_path: Path) -> None:
+    options = {"strategy": strategy, "devices": 2, "accelerator": "cpu"}
+    trainer, seen, _, module = fitted("steps that end within an epoch", tmp_path / "whole", **options)
+    (path,) = (tmp_path / "whole/steps").glob("*step=5")
+    again, calls, _, other = fitted("steps that end within an epoch", tmp_path / "again", path, **options)
+    assert again.callback_metrics == trainer.callback_metrics
+    assert seen.calls[-len(calls.calls) :] == calls.calls and "on_validation_end" in dict(
+        call[:2] for call in calls.calls
+    )
+    assert equal(weights(other), weights(module))
 
 
 def test_progress_of_an_older_checkpoint_is_read() -> None:
