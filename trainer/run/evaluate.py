@@ -219,10 +219,8 @@ def evaluate(
         for hook in what.epoch_start:
             hook()
         follow_evaluation(run, loaders, what.kind)
-        buffers, counts = (
-            EvaluatedBuffers(strategy, module),
-            CountsWatch(run, module, stage, what.batch_start, what.batch_end),
-        )
+        buffers = EvaluatedBuffers(strategy, module)
+        counts = CountsWatch(run, module, stage, what.batch_start, what.batch_end)
         what = replace(what, batch_start=counts.starts, batch_end=counts.ends)
         for index, loader in enumerate(loaders):
             metrics.suffix = f"/dataloader_idx_{index}" if several else ""
