@@ -75,6 +75,16 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
         2,
         lambda **options: DeepSpeed(stage=3, offload_optimizer=True, config=BUCKETS, **options),
     ),
+    "deepspeed, stage 3, parameters offloaded": (
+        2,
+        lambda **options: DeepSpeed(stage=3, offload_parameters=True, config=BUCKETS, **options),
+    ),
+    "deepspeed, stage 3, all offloaded": (
+        2,
+        lambda **options: DeepSpeed(
+            stage=3, offload_optimizer=True, offload_parameters=True, config=BUCKETS, **options
+        ),
+    ),
     "tensor": (2, TensorParallel),
     "pipeline, gpipe": (2, lambda **options: Pipeline(schedule="gpipe", num_micro_batches=4, **options)),
     "pipeline, 1f1b": (2, lambda **options: Pipeline(num_micro_batches=4, **options)),

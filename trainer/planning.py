@@ -34,11 +34,11 @@ from lockstep.strategies.planning.fake_model import (
 from lockstep.strategies.planning.fake_world import answering_stages, fake_world
 from lockstep.strategies.planning.measure import (
     axes_of,
-    gathered_from_host,
+    copied_by,
     gradients_of,
     host_buffers_of,
+    mark_parameters,
     offload_of,
-    parameters_of,
     rank_plan,
     refuse_unplanned,
 )
@@ -78,8 +78,7 @@ NOTES = (
     "the allocator's reserve, the CUDA context and workspaces of kernels are not in the figures",
 )
 OFFLOADED = (
-    "what is offloaded is in the host's memory, where the optimizer steps: whether a node has that much for each of "
-    "its devices is not checked"
+    "what is offloaded is in the host's memory: whether a node has that much for each of its devices is not checked"
 )
 
 
@@ -147,10 +146,9 @@ class _Trial:
             lifecycle.open_run(run, copy, datamodule, "fit", None, lambda: self.mode)
             make_fake(copy, self.mode)
             self.num_parameters = sum(p.numel() for p in copy.parameters())
-            if offload is not None and HOST in offload.kinds:
-                self.mode.host_kinds = offload.kinds
-            elif offload is not None:
-                self.mode.offloads = gathered_from_host(copy, self.axes, self.world_size)
+            if offload is not None:
+                self.mode.offload = offload if HOST in offload.kinds else None
+                self.mode.offloads = copied_by(run.strategy, copy, self.axes, self.world_size)
             blocks = list(find_blocks(copy, "auto"))
             with (
                 self.mode.watching_resizes(),
@@ -187,7 +185,7 @@ class _Trial:
         held: Held = {}
         loop.windows_seen = 1  # the first is shown
         with self.mode, self.mode.places.following(module, blocks):
-            held["parameters"] = self.mode.mark("parameters", parameters_of(module))
+            held["parameters"] = mark_parameters(self.mode, run.strategy, module)
             held["buffers"] = self.mode.mark("buffers", filter(is_here, module.buffers()))
             seen: list[Counter[CollectiveCall]] = []
             while not _is_steady(seen):
@@ -195,8 +193,7 @@ class _Trial:
                     for _ in range(steps):
                         _step(run, module, loop, shown.filled(), self.mode, held)
                 self.mode.mark("optimizer", _states(run))
-                if self.mode.host_kinds:
-                    self.mode.mark(HOST, self.mode.unknown(host_buffers_of(run.wrapped)))
+                self.mode.mark(HOST, self.mode.unknown(host_buffers_of(run.strategy, run.wrapped)))
                 held["optimizer"] = self.mode.mark_what_stays("optimizer")
                 held["other_state"] = self.mode.mark_other_state()
                 seen.append(Counter(self.mode.calls))

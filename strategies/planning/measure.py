@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -18,7 +18,17 @@ from lockstep.strategies.hooks import SPMDHooks
 from lockstep.strategies.mesh.mesh import resolve
 from lockstep.strategies.methods.rounds import LearnerRounds
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.planning.memory import HOST, ROUND, Offload, apart, find_kept, find_peak, of_device
+from lockstep.strategies.planning.memory import (
+    BACKWARD,
+    FORWARD,
+    HOST,
+    ROUND,
+    Offload,
+    apart,
+    find_kept,
+    find_peak,
+    of_device,
+)
 from lockstep.strategies.planning.plan import Block, Collective, RankPlan, Work
 from lockstep.strategies.planning.several_devices import axis_of_devices
 from lockstep.strategies.planning.trial_mode import CollectiveCall, TrialMode
@@ -31,11 +41,6 @@ def refuse_unplanned(strategy: Strategy) -> None:
     cannot try."""
     name, can = strategy.name, strategy.capabilities
     why = can.refuses.get("planning", "")
-    if not why and isinstance(strategy, DeepSpeed) and not _stays_in_memory(strategy):
-        why = (
-            "what its engine copies when it gathers parameters from the host's memory or from a disk is not seen "
-            "without the device"
-        )
     if not why and not isinstance(strategy, LearnerRounds) and not can.synchronous:
         why = "its ranks do not meet in every step, and what they exchange depends on when they come"
     if why:
@@ -46,40 +51,48 @@ def offload_of(strategy: Strategy) -> Offload | None:
     """What the strategy keeps in the host's memory."""
     if getattr(getattr(strategy, "options", None), "cpu_offload", False):
         return Offload(frozenset({"parameters", "gradients", "optimizer"}))
-    if isinstance(strategy, DeepSpeed) and _offloaded(strategy, "optimizer"):
+    if isinstance(strategy, DeepSpeed) and _offloads(strategy, "optimizer"):
         return Offload(frozenset({HOST, "gradients", "optimizer"}))
+    if isinstance(strategy, DeepSpeed) and _offloads(strategy, "param"):
+        return Offload(frozenset({HOST}), steps=False)
     return None
 
 
-def _stays_in_memory(strategy: DeepSpeed) -> bool:
-    return _offloaded(strategy, "param") is None and _offloaded(strategy, "optimizer") in (None, "cpu")
+def _offloads(strategy: DeepSpeed, what: str) -> bool:
+    """Whether DeepSpeed keeps its optimizer or its parameters in the host's memory; `config.py` refuses disks."""
+    return bool((strategy.zero.get(f"offload_{what}") or {}).get("device", "none") != "none")
 
 
-def _offloaded(strategy: DeepSpeed, what: str) -> str | None:
-    """Where DeepSpeed keeps its optimizer or its parameters, if not on the device."""
-    device = (strategy.zero.get(f"offload_{what}") or {}).get("device", "none")
-    return None if device == "none" else device
-
-
-def gathered_from_host(
-    model: nn.Module, axes: Mapping[str, int], world_size: int
-) -> Callable[[tuple[int, ...]], torch.dtype | None]:
-    """Of the ranks that take part in a collective: the dtype of the parameters that they gather from hosts, if they
-    do."""
+def copied_by(
+    strategy: Strategy, model: nn.Module, axes: Mapping[str, int], world_size: int
+) -> Callable[[CollectiveCall], torch.dtype | None]:
+    """Of a call: the dtype of the parameters that it gathers from hosts, or whose gradients it sends there, if it
+    does. DeepSpeed sends gradients itself."""
     dtype = next((p.dtype for p in model.parameters()), None)
+    if isinstance(strategy, DeepSpeed):
+        return lambda call: dtype if _offloads(strategy, "param") and _gathers_parameters(call) else None
 
-    def offloads(ranks: tuple[int, ...]) -> torch.dtype | None:
-        return dtype if len(ranks) < 2 or "fsdp" in axis_of(ranks, axes, world_size) else None
+    def offloads(call: CollectiveCall) -> torch.dtype | None:
+        if call.phase not in (FORWARD, BACKWARD) or call.kind not in ("all-gather", "reduce-scatter"):
+            return None
+        return dtype if len(call.ranks) < 2 or "fsdp" in axis_of(call.ranks, axes, world_size) else None
 
     return offloads
 
 
-def parameters_of(model: nn.Module) -> Iterator[Tensor]:
-    """This rank's shards, and what else of the parameters is on this rank between two steps."""
-    for parameter in filter(is_here, model.parameters()):
-        yield parameter
-        if hasattr(parameter, "ds_tensor"):  # DeepSpeed's shard
-            yield parameter.ds_tensor
+def _gathers_parameters(call: CollectiveCall) -> bool:
+    """All that DeepSpeed gathers of floating point numbers in a step."""
+    return call.kind == "all-gather" and getattr(torch, call.dtype).is_floating_point
+
+
+def mark_parameters(mode: TrialMode, strategy: Strategy, model: nn.Module) -> Counter[int]:
+    """Say what this rank's shards are, and what else of the parameters is on this rank between two steps; returns
+    their bytes by device."""
+    here = list(filter(is_here, model.parameters()))
+    shards = [parameter.ds_tensor for parameter in here if hasattr(parameter, "ds_tensor")]  # of DeepSpeed
+    if isinstance(strategy, DeepSpeed) and _offloads(strategy, "param"):
+        return mode.mark("parameters", here) + mode.mark(HOST, shards)
+    return mode.mark("parameters", [*here, *shards])
 
 
 def gradients_of(strategy: Strategy, wrapped: nn.Module) -> list[Tensor]:
@@ -97,8 +110,10 @@ _HOST_BUFFERS = (
 )
 
 
-def host_buffers_of(wrapped: nn.Module) -> list[Tensor]:
+def host_buffers_of(strategy: Strategy, wrapped: nn.Module) -> list[Tensor]:
     """What DeepSpeed's optimizer, if it offloads, keeps in the host's memory beside its masters and their state."""
+    if not isinstance(strategy, DeepSpeed) or not _offloads(strategy, "optimizer"):
+        return []
     optimizer = getattr(getattr(wrapped, "engine", None), "optimizer", None)
     found = [getattr(optimizer, name, None) for name in _HOST_BUFFERS]
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
@@ -209,6 +224,7 @@ def rank_plan(
         peak_at=f"{peak.module or 'the step'}: {peak.op}",
         collectives=collectives_of(mode.calls, axes, math.prod(axes.values()), steps),
         host=host,
+        steps_on_host=offload is not None and offload.steps,
         peak_of_both=both,
         transfers=_transfers(mode.transfers, axes, steps, device),
         work=tuple(_times(_of_a_step(entry, steps), times) for entry in mode.work[device].entries()),

@@ -15,7 +15,7 @@ REDUCTION = "reduction"
 """After the last backward and before the optimizer steps; shown as a part of the optimizer's phase."""
 ACTIVATIONS, TEMPORARY, GATHERED, OTHER = "activations", "temporary", "gathered", "other_state"
 HOST = "host"
-"""Buffers of an engine that offloads."""
+"""Buffers and shards of an engine that offloads."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,12 +75,17 @@ class Kept(NamedTuple):
 
 
 class Offload(NamedTuple):
-    """What of a step is in the host's memory: `kinds` of allocations, and all that the optimizer's phase makes."""
+    """What of a step is in the host's memory: `kinds` of allocations, and if the optimizer `steps` there all that its
+    phase makes but what ranks gather."""
 
     kinds: frozenset[str]
+    steps: bool = True
 
     def holds(self, allocation: Allocation) -> bool:
-        return allocation.final_kind in self.kinds or allocation.made_in in (REDUCTION, OPTIMIZER)
+        """What is alive when this is asked is of no phase's kind yet."""
+        if allocation.final_kind in self.kinds:
+            return True
+        return self.steps and allocation.made_in in (REDUCTION, OPTIMIZER) and allocation.kind != GATHERED
 
 
 def apart(

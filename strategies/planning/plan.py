@@ -96,6 +96,8 @@ class RankPlan:
     work: tuple[Work, ...]
     host: int = 0
     """The most bytes at one moment in the host's memory, where the strategy offloads; `peak` has none of them."""
+    steps_on_host: bool = False
+    """Whether the optimizer steps in the host's memory."""
     peak_of_both: int = 0
     """The most bytes at one moment in the device's and the host's memory together, or in all devices of a process: what
     a run on CPU ranks holds."""

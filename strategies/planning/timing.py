@@ -118,7 +118,7 @@ def estimate(plan: Plan, device: Device, *, efficiency: float = EFFICIENCY) -> E
             f"{plan.world_size} ranks are on several nodes of {device.node} {device.name}, whose data sheet has no "
             f"network: give its bytes/s, as in --gpu {device.name},network=50e9"
         )
-    if device.host_memory is None and any(rank.host for rank in plan.ranks):
+    if device.host_memory is None and any(rank.steps_on_host for rank in plan.ranks):
         raise ValueError(
             f"the optimizer steps in the host's memory, of whose speed the data sheet of {device.name} says nothing: "
             f"give a device's share of its bytes/s, as in --gpu {device.name},host_memory=50e9"
@@ -168,7 +168,7 @@ def _rank_time(rank: RankPlan, plan: Plan, axes: Mapping[str, int], device: Devi
     spent = dict.fromkeys(PHASES, 0.0)
     for work in rank.work:
         flops = work.flops / device.peak(work.dtype, tf32=tf32)
-        offloaded = rank.host and work.phase == "optimizer"
+        offloaded = rank.steps_on_host and work.phase == "optimizer"
         bandwidth = device.host_memory if offloaded and device.host_memory else device.bandwidth
         spent[work.phase] += max(flops, work.bytes / bandwidth) / efficiency
     groups: dict[tuple[str, str], list[Collective]] = {}

@@ -31,6 +31,7 @@ from lockstep.strategies.planning.memory import (
     ROUND,
     Allocation,
     Event,
+    Offload,
     device_of,
     has_bytes,
 )
@@ -80,10 +81,10 @@ class TrialMode(FakeTensorMode):
         self.calls: list[CollectiveCall] = []
         self.transfers: list[CollectiveCall] = []
         """Over the host link, where `offloads` says so; between devices of one process, by the one that receives."""
-        self.offloads: Callable[[tuple[int, ...]], torch.dtype | None] = lambda _: None
-        """Dtype of the parameters that ranks gather from the host's memory and whose gradients they send there."""
-        self.host_kinds: frozenset[str] = frozenset()
-        """Kinds of allocations in the host's memory, of an engine that copies between these and others."""
+        self.offloads: Callable[[CollectiveCall], torch.dtype | None] = lambda _: None
+        """Dtype of the parameters that a call gathers from the host's memory, or whose gradients it sends there."""
+        self.offload: Offload | None = None
+        """What an engine that copies between the host's memory and the device's has there."""
         self.work: defaultdict[int, Tally] = defaultdict(Tally)
         """By device of the process."""
         self.places = Places()
@@ -184,7 +185,7 @@ class TrialMode(FakeTensorMode):
                 self._stage(call[2])
         elif func.namespace == "aten":
             device = device_of(results[0] if results else inputs[0]) if results or inputs else 0
-            if self.host_kinds and func is torch.ops.aten.copy_.default:
+            if self.offload is not None and func is torch.ops.aten.copy_.default:
                 self._note_copy(inputs[0], inputs[-1])
             elif results and inputs and device != device_of(inputs[-1]) and inputs[-1].dim():
                 self._note_send(inputs[-1], results[0])
@@ -205,11 +206,10 @@ class TrialMode(FakeTensorMode):
 
     def _is_on_host(self, tensor: Tensor) -> bool:
         found = self._alive.get(tensor.untyped_storage()._cdata)
-        return found is not None and (found[0].kind in self.host_kinds or found[0].made_in in (REDUCTION, OPTIMIZER))
+        return found is not None and self.offload is not None and self.offload.holds(found[0])
 
     def _note_transfer(self, call: CollectiveCall) -> None:
-        dtype = self.offloads(call.ranks) if call.phase in (FORWARD, BACKWARD) else None
-        if dtype is None or call.kind not in ("all-gather", "reduce-scatter"):
+        if (dtype := self.offloads(call)) is None:
             return
         numel = call.num_bytes // getattr(torch, call.dtype).itemsize // max(1, len(call.ranks))
         gathers = call.kind == "all-gather"
@@ -261,8 +261,8 @@ class TrialMode(FakeTensorMode):
         file = nearest_file()
         if file.startswith(OWN) or (is_optimizer(file) and not is_branch):
             return True if is_branch else 1.0 if tensor.is_floating_point() else 1
-        if is_branch and DEEPSPEED in file:  # has something overflowed?
-            return False
+        if DEEPSPEED in file and (is_branch or tensor.is_floating_point()):  # has something overflowed? the norm
+            return False if is_branch else 1.0
         if is_branch or not tensor.is_floating_point():
             raise unknown_value(file, "branches on" if is_branch else "reads")
         line = user_line()

@@ -166,6 +166,7 @@ SMALL = {"reduce_bucket_size": 5000, "stage3_param_persistence_threshold": 1000,
 
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+ALL_OFFLOADED = OFFLOADED | {"offload_param": {"device": "cpu"}}
 
 
 @pytest.mark.long
@@ -187,6 +188,8 @@ OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
                 ("digits", 1, OFFLOADED, 2, {}),
                 ("gpt", 2, OFFLOADED, 4, {"accumulate_grad_batches": 2}),
                 ("digits", 3, OFFLOADED, 2, {}),
+                ("digits", 3, ALL_OFFLOADED, 2, {}),
+                ("gpt", 3, SMALL | {"offload_param": {"device": "cpu"}}, 2, {"precision": "bf16-mixed"}),
             )
         ),
     ],
@@ -278,6 +281,27 @@ def test_what_deepspeed_offloads_is_in_the_hosts_memory() -> None:
         copied = {(call.op, call.phase): call.bytes for call in away.transfers}
         for key in (("to device", "optimizer"), ("to host", "backward")):
             assert half <= copied[key] < 1.5 * half, (stage, key)
+
+
+@pytest.mark.long
+@pytest.mark.ranks  # its package starts a process
+def test_parameters_that_deepspeed_offloads_are_copied_where_ranks_gather_them() -> None:
+    """Small ones stay whole on the device, where they are gathered after each step."""
+    module = Net(width=1000)
+    half = 2 * sum(p.numel() for p in module.parameters())
+    config = {"zero_optimization": {"stage3_param_persistence_threshold": 1500, "reduce_bucket_size": 5000}}
+    for steps_on_host in (False, True):
+        make = partial(DeepSpeed, stage=3, config=config, offload_optimizer=steps_on_host)
+        (here,), (away,) = (of_net(make(offload_parameters=on), 2, module).ranks for on in (False, True))
+        assert away.parameters == here.parameters and away.collectives == here.collectives
+        assert away.host - here.host == here.peak - away.peak == here.parameters
+        assert away.peak_of_both == here.peak_of_both
+        copied = {(call.op, call.phase): call.bytes for call in away.transfers}
+        gathered = {call.phase: call.bytes for call in away.collectives if call.op == "all-gather"}
+        for phase in ("forward", "optimizer"):
+            assert copied["to device", phase] == gathered[phase] / 2
+        assert half <= copied["to host", "backward" if steps_on_host else "optimizer"] < 1.5 * half
+        assert away.steps_on_host == steps_on_host
 
 
 class Orthogonal(Net):
@@ -544,10 +568,9 @@ def test_a_layout_that_cannot_be_is_refused_by_the_strategy() -> None:
 @pytest.mark.parametrize(
     ("strategy", "why"),
     [
-        (DeepSpeed(stage=3, offload_parameters=True), "gathers parameters from the host's memory"),
         ("parameter_server", "do not meet in steps"),
     ],
-    ids=["deepspeed-with-parameters-offloaded", "parameter_server"],
+    ids=["parameter_server"],
 )
 def test_what_cannot_be_planned_is_refused_by_name(strategy: Any, why: str) -> None:
     with pytest.raises(ValueError, match=f"cannot be planned: .*{why}"):

@@ -66,12 +66,14 @@ def test_a_step_that_offloads_waits_for_the_host() -> None:
         Collective("to device", "host", 1, "float32", "forward", 10, 3 * 10**10),  # 3 s, of which 2 s are hidden
         Collective("to host", "host", 1, "float32", "backward", 10, 10**10),
     )
-    offloaded = plan(replace(rank(), host=1, transfers=copies), ddp=1)
+    offloaded = plan(replace(rank(), host=1, steps_on_host=True, transfers=copies), ddp=1)
     device = replace(DEVICE, host=1e10, host_memory=1e10)
     found = estimate(offloaded, device, efficiency=1.0)
     waited = [entry.exposed for entry in found.ranks[0].communication]
     assert waited == pytest.approx([1, 0.1], rel=1e-2) and found.ranks[0].optimizer == pytest.approx(5)
     assert found.seconds == pytest.approx(2 + 3 + 5 + sum(waited))
+    only_copied = plan(replace(offloaded.ranks[0], steps_on_host=False), ddp=1)
+    assert estimate(only_copied, device, efficiency=1.0).ranks[0].optimizer == pytest.approx(0.5)
     with pytest.raises(ValueError, match="give a device's share of its bytes/s, as in --gpu unit,host_memory=50e9"):
         estimate(offloaded, replace(device, host_memory=None))
 
