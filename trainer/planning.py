@@ -34,7 +34,9 @@ from lockstep.strategies.planning.fake_model import (
 from lockstep.strategies.planning.fake_world import answering_stages, fake_world
 from lockstep.strategies.planning.measure import (
     axes_of,
+    axis_of_devices,
     copied_by,
+    device_plans,
     gradients_of,
     host_buffers_of,
     mark_parameters,
@@ -52,7 +54,7 @@ from lockstep.strategies.planning.rounds import (
     short_round,
     tried,
 )
-from lockstep.strategies.planning.several_devices import axis_of_devices, device_plans
+from lockstep.strategies.planning.servers import has_servers, own_batches, ranks_with_servers, without_threads
 from lockstep.strategies.planning.trial_mode import CollectiveCall, TrialMode
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import fit as loop_of_fit
@@ -158,9 +160,10 @@ class _Trial:
             ):
                 with self.mode:
                     loop = prepare.fit(run, copy, sources)
+                without_threads(run.strategy, run.wrapped, run.optimizers, self.mode)
                 with _noting_optimizers(self.mode):  # by hooks on all optimizers, which a set-up refuses
                     held = self._steps(run, copy, loop, blocks, steps)
-            role, num_ranks = self._role(stages, learners)
+            role, num_ranks = self._role(run, stages, learners)
             if self.devices > 1:
                 each = partial(rank_plan, self.mode, held=held, axes=self.axes, steps=steps, num_ranks=1, role="")
                 return device_plans(lambda index: each(rank=index, device=index), *next(iter(self.axes.items())))
@@ -168,8 +171,11 @@ class _Trial:
         finally:
             lifecycle.undo_run(run)
 
-    def _role(self, stages: int, learners: Sequence[int]) -> tuple[str, int]:
+    def _role(self, run: RunState, stages: int, learners: Sequence[int]) -> tuple[str, int]:
         """Which ranks this one stands for, and how many they are."""
+        if (holders := ranks_with_servers(run.strategy)) not in (0, self.world_size):
+            self.other_ranks = [self.world_size - 1]
+            return ("ranks with servers", holders) if self.rank < holders else ("others", self.world_size - holders)
         if stages > 1:
             return f"pipeline rank {self.rank * stages // self.world_size}", self.world_size // stages
         if len(set(learners)) < 2:
@@ -178,7 +184,7 @@ class _Trial:
         return f"ranks of {own} learner{'s' * (own > 1)}", learners.count(own)
 
     def _steps(self, run: RunState, module: Module, loop: FitLoop, blocks: Sequence[str], steps: int) -> Held:
-        window = next(iter(loop.train_loader.windows(0, 0, loop.limit)))
+        window = own_batches(run.strategy, next(iter(loop.train_loader.windows(0, 0, loop.limit))))
         self.samples = window.num_samples
         shown = tried(window, partial(fake_batch, mode=self.mode))
         self.tokens, self.times = _tokens(shown.first, window), shown.times
@@ -188,7 +194,7 @@ class _Trial:
             held["parameters"] = mark_parameters(self.mode, run.strategy, module)
             held["buffers"] = self.mode.mark("buffers", filter(is_here, module.buffers()))
             seen: list[Counter[CollectiveCall]] = []
-            while not _is_steady(seen):
+            while not _is_steady(seen, run.strategy):
                 with self.mode.record():
                     for _ in range(steps):
                         _step(run, module, loop, shown.filled(), self.mode, held)
@@ -231,10 +237,10 @@ def _schedule(strategy: Strategy, num_ranks: int) -> PipelineSchedule | None:
     return PipelineSchedule(schedule.name, num_ranks * schedule.stages_per_rank, num_parts)
 
 
-def _is_steady(seen: Sequence[Counter[CollectiveCall]]) -> bool:
+def _is_steady(seen: Sequence[Counter[CollectiveCall]], strategy: Strategy) -> bool:
     """Whether the last of the steps stands for all that follow: engines set themselves up in the first two, and
-    communicate more in these."""
-    return len(seen) == 3 or (len(seen) == 2 and seen[1] <= seen[0])
+    communicate more in these; ranks of a parameter server meet in them."""
+    return len(seen) == 3 or (len(seen) == 2 and seen[1] <= seen[0] and not has_servers(strategy))
 
 
 def _step(run: RunState, module: Module, loop: FitLoop, window: Window, mode: TrialMode, held: Held) -> None:

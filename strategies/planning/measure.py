@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.deepspeed.strategy import DeepSpeed
+from lockstep.strategies.dp.strategy import DataParallel
 from lockstep.strategies.hooks import SPMDHooks
 from lockstep.strategies.mesh.mesh import resolve
+from lockstep.strategies.methods.parameter_server.strategy import ParameterServer
 from lockstep.strategies.methods.rounds import LearnerRounds
+from lockstep.strategies.model_parallel import ModelParallel
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.planning.memory import (
     BACKWARD,
@@ -29,8 +33,7 @@ from lockstep.strategies.planning.memory import (
     find_peak,
     of_device,
 )
-from lockstep.strategies.planning.plan import Block, Collective, RankPlan, Work
-from lockstep.strategies.planning.several_devices import axis_of_devices
+from lockstep.strategies.planning.plan import IN_TURN, SERVERS, TOGETHER, Block, Collective, RankPlan, Work
 from lockstep.strategies.planning.trial_mode import CollectiveCall, TrialMode
 
 T = TypeVar("T", Collective, Work)
@@ -41,7 +44,7 @@ def refuse_unplanned(strategy: Strategy) -> None:
     cannot try."""
     name, can = strategy.name, strategy.capabilities
     why = can.refuses.get("planning", "")
-    if not why and not isinstance(strategy, LearnerRounds) and not can.synchronous:
+    if not why and not isinstance(strategy, LearnerRounds | ParameterServer) and not can.synchronous:
         why = "its ranks do not meet in every step, and what they exchange depends on when they come"
     if why:
         raise ValueError(f"{name} cannot be planned: {why}; plan another strategy, or measure the run on its devices")
@@ -51,6 +54,8 @@ def offload_of(strategy: Strategy) -> Offload | None:
     """What the strategy keeps in the host's memory."""
     if getattr(getattr(strategy, "options", None), "cpu_offload", False):
         return Offload(frozenset({"parameters", "gradients", "optimizer"}))
+    if isinstance(strategy, ParameterServer):
+        return Offload(frozenset({HOST, "optimizer"}), beside=True)
     if isinstance(strategy, DeepSpeed) and _offloads(strategy, "optimizer"):
         return Offload(frozenset({HOST, "gradients", "optimizer"}))
     if isinstance(strategy, DeepSpeed) and _offloads(strategy, "param"):
@@ -126,6 +131,8 @@ def axes_of(strategy: Strategy, world_size: int) -> dict[str, int]:
         return {name: world_size}
     if isinstance(axes, Mapping):
         return resolve(axes, world_size)
+    if isinstance(strategy, ParameterServer):
+        return {SERVERS: world_size}
     if isinstance(strategy, DeepSpeed):
         return {f"zero{strategy.zero['stage']}": world_size}
     return {"ddp": world_size} if world_size > 1 else {}
@@ -201,6 +208,7 @@ def rank_plan(
     if offload is not None:
         on_device, on_host = apart(mode.at_start, mode.events, offload)
         peak, host = find_peak(*on_device), find_peak(*on_host).size
+        both = peak.size + host if offload.beside else both
     names = mode.places.blocks
     order = {name: i for i, name in enumerate(names)}
     blocks = sorted(kept.by_block.items(), key=lambda item: (order.get(item[0], -1), item[0]))
@@ -240,3 +248,24 @@ def _transfers(
         replace(copied, axis=next(iter(axes)) if copied.op == "copy" else "host", num_ranks=1)
         for copied in collectives_of(own, {}, 1, steps)
     )
+
+
+def axis_of_devices(strategy: Strategy) -> str:
+    """The axis of a strategy that runs several devices in one process, else ""."""
+    if strategy.num_devices == 1:
+        return ""
+    return TOGETHER if isinstance(strategy, DataParallel) else IN_TURN if isinstance(strategy, ModelParallel) else ""
+
+
+def device_plans(make: Callable[[int], RankPlan], axis: str, num_devices: int) -> list[RankPlan]:
+    """What each device needs, `make(index)`; neighbors that need the same are one plan."""
+    plans = []
+    found = [make(index) for index in range(num_devices)]
+    if axis == TOGETHER:  # a run has the peaks of all devices at the same time
+        found = [replace(plan, peak_of_both=sum(plan.peak for plan in found)) for plan in found]
+    for _, same in itertools.groupby(found, lambda plan: replace(plan, rank=0, peak_moment="", peak_at="")):
+        alike = list(same)
+        first, last = alike[0].rank, alike[-1].rank
+        role = f"device {first}" if first == last else f"devices {first} to {last}"
+        plans.append(replace(alike[0], role=role, num_ranks=len(alike)))
+    return plans

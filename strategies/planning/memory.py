@@ -80,6 +80,8 @@ class Offload(NamedTuple):
 
     kinds: frozenset[str]
     steps: bool = True
+    beside: bool = False
+    """Whether the host works while the device does, so that both may have their most at once."""
 
     def holds(self, allocation: Allocation) -> bool:
         """What is alive when this is asked is of no phase's kind yet."""

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TOGETHER, IN_TURN = "dp", "model"
+"""Axes of devices of one process: those that meet after each phase of a step; those of which one works at a time."""
+SERVERS = "servers"
+"""Axis of a parameter server's workers and servers, whose messages start and end in the hosts' memory."""
+
 
 @dataclass(frozen=True)
 class Collective:

@@ -18,6 +18,7 @@ from lockstep.strategies.methods.federated.loader import Round
 from lockstep.strategies.methods.federated.strategy import Federated
 from lockstep.strategies.methods.local_updates import LocalUpdates
 from lockstep.strategies.methods.options import assign
+from lockstep.strategies.methods.parameter_server.strategy import ParameterServer
 from lockstep.strategies.methods.rounds import LearnerRounds
 from lockstep.strategies.planning.trial_mode import TrialMode
 from lockstep.strategies.sync.compression.compressor import Compressor
@@ -113,7 +114,7 @@ class Tried:
 
     @property
     def first(self) -> Any:
-        return self.batches[0][0]
+        return next(batch for batch in self.batches[0] if batch is not None)
 
 
 _LOCAL_STEPS = 2
@@ -151,7 +152,9 @@ def round_steps(strategy: Strategy) -> int:
 
 
 def round_overlap(strategy: Strategy) -> float:
-    """The share of a round's steps beside which learners send what they have moved."""
+    """The share of a round's steps beside which learners send what they have moved, or servers answer workers."""
+    if isinstance(strategy, ParameterServer):
+        return float(strategy.staleness > 0)
     if not isinstance(strategy, LearnerRounds) or not has_rounds(strategy):
         return 0.0
     return min(1.0, strategy.rounds.delay * strategy.rounds.fragments / strategy.rounds.period)
@@ -169,6 +172,11 @@ def notes_of(strategy: Strategy) -> tuple[str, ...]:
         return (
             "a step is a round of clients: memory and communication are the same in each, its work is that of the "
             "micro-batches that clients of the first round have on rank 0",
+        )
+    if isinstance(strategy, ParameterServer):
+        return (
+            "workers are taken to be equally fast, and a server to hold one gradient of each rank at once; what other "
+            "workers send and get in a step is in the phase round",
         )
     if not isinstance(strategy, LearnerRounds) or not has_rounds(strategy):
         return ()

@@ -13,8 +13,7 @@ from statistics import NormalDist
 
 from lockstep.strategies.pipeline.schedules import schedule
 from lockstep.strategies.planning.devices import Device
-from lockstep.strategies.planning.plan import Collective, PipelineSchedule, Plan, RankPlan
-from lockstep.strategies.planning.several_devices import IN_TURN, TOGETHER
+from lockstep.strategies.planning.plan import IN_TURN, SERVERS, TOGETHER, Collective, PipelineSchedule, Plan, RankPlan
 
 EFFICIENCY = 0.65
 """Share of every peak (FLOP/s, memory bandwidth, links) that is reached."""
@@ -177,6 +176,8 @@ def _rank_time(rank: RankPlan, plan: Plan, axes: Mapping[str, int], device: Devi
     found = []
     for (axis, phase), calls in groups.items():
         speed, crosses = (device.host, False) if axis == "host" else _link(axis, axes, plan.world_size, device)
+        if axis == SERVERS:  # from and to the hosts' memory
+            speed = min(speed, device.host)
         seconds = sum(_seconds(call, speed * efficiency) for call in calls)
         seconds /= plan.round_steps if phase == "round" else 1
         num_calls = sum(call.calls for call in calls)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +21,8 @@ from examples.digits import Digits, DigitsData
 from examples.gpt import Text, TextModel
 from lockstep import DataModule, Module, Trainer, split_parameters
 from lockstep.callbacks import CommunicationLedger
-from lockstep.strategies import DDP, FSDP, DeepSpeed, DiLoCo, Federated, LocalSGD, Pipeline
+from lockstep.strategies import DDP, FSDP, DeepSpeed, DiLoCo, Federated, LocalSGD, ParameterServer, Pipeline
+from lockstep.strategies.methods.parameter_server import links
 from lockstep.strategies.planning.plan import Plan
 from lockstep.trainer.planning import plan, without_memory
 from tests.trainer.toy import Net, loader
@@ -304,6 +307,71 @@ def test_parameters_that_deepspeed_offloads_are_copied_where_ranks_gather_them()
         assert away.steps_on_host == steps_on_host
 
 
+class Servers(Net):
+    """Counts what rank 0 computes, and the sizes of what its server gets and sends."""
+
+    def on_fit_start(self) -> None:
+        self.received: list[int] = []
+        self.sent: list[int] = []
+        receive, as_bytes = links.receive, links._bytes
+
+        def counted_receive(connection: Any, into: Any, rank: int) -> None:
+            self.received.append(self.sent.pop())
+            receive(connection, into, rank)
+
+        def counted_bytes(flat: Tensor) -> Any:
+            self.sent.append(flat.nbytes)
+            return as_bytes(flat)
+
+        links.receive, links._bytes = counted_receive, counted_bytes  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        COMPUTED.append(batch_idx)
+        time.sleep(0.02)  # so that the other rank computes as well
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        self.computed = len(COMPUTED)
+
+
+COMPUTED: list[int] = []
+"""Batches of this process."""
+
+
+@pytest.mark.ranks
+def test_messages_of_a_parameter_server_are_those_of_a_run() -> None:
+    """One gradient and one answer with values for each batch that another rank computes; and values where ranks meet,
+    as in the first two steps and at the end."""
+    steps, module = 10, Servers()
+    found = of_net(ParameterServer(staleness=1), 2)
+    assert [(rank.role, rank.num_ranks) for rank in found.ranks] == [("ranks with servers", 1), ("others", 1)]
+    rows = [{call.op: (call.calls, call.bytes) for call in rank.collectives} for rank in found.ranks]
+    (one,) = {row[op] for row in rows for op in ("send", "recv")}
+    assert one[0] == 1
+    Trainer(strategy=ParameterServer(staleness=1), devices=2, max_steps=steps, **QUIET).fit(module, loader(8 * steps))
+    assert set(module.received) == set(module.sent) == {one[1]}
+    assert len(module.received) == 2 * steps - module.computed > 0
+    assert len(module.received) <= len(module.sent)
+
+
+@pytest.mark.unit
+def test_memory_of_a_parameter_server_is_that_of_workers_and_hosts() -> None:
+    module = Net(width=1000)
+    size = 4 * sum(p.numel() for p in module.parameters())
+    holder, other = of_net(ParameterServer(), 2, module).ranks
+    for rank in (holder, other):
+        assert rank.parameters == rank.gradients and size <= rank.parameters < size + 100
+        assert rank.peak_of_both == rank.peak + rank.host and rank.steps_on_host
+    assert 2 * size <= other.host < 3 * size, "what it has read, and a gradient to send"
+    assert 2 * size <= holder.optimizer < 2 * size + 100 and other.optimizer == 0
+    assert 5 * size <= holder.host < 7 * size, "its copy, state, two versions and gradients"
+    assert {(call.op, call.phase) for call in holder.collectives} == {("send", "round"), ("recv", "round")}
+    (alike,) = of_net(ParameterServer(servers=2, staleness=0), 2, module).ranks
+    norms = [call for call in alike.collectives if call.op == "all-reduce"]
+    assert alike.role == "all ranks" and alike.host < holder.host and [call.bytes for call in norms] == [16 * 4]
+    assert of_net(ParameterServer(staleness=0), 2).round_overlap == 0 < of_net(ParameterServer(), 2).round_overlap
+
+
 class Orthogonal(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -566,15 +634,16 @@ def test_a_layout_that_cannot_be_is_refused_by_the_strategy() -> None:
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
-    ("strategy", "why"),
-    [
-        ("parameter_server", "do not meet in steps"),
-    ],
-    ids=["parameter_server"],
+    ("changes", "why"),
+    [({"refuses": {"planning": "it asks a scheduler"}}, "it asks"), ({"synchronous": False}, "its ranks do not meet")],
+    ids=["refused", "asynchronous"],
 )
-def test_what_cannot_be_planned_is_refused_by_name(strategy: Any, why: str) -> None:
-    with pytest.raises(ValueError, match=f"cannot be planned: .*{why}"):
-        of_net(strategy, 2)
+def test_what_cannot_be_planned_is_refused_by_name(changes: dict[str, Any], why: str) -> None:
+    class Own(DDP):
+        capabilities = replace(DDP.capabilities, **changes)
+
+    with pytest.raises(ValueError, match=f"cannot be planned: {why}"):
+        of_net(Own(), 2)
 
 
 @pytest.mark.unit

@@ -43,6 +43,14 @@ def group_of_servers(num_servers: int, world_size: int) -> dist.ProcessGroup | N
     return dist.new_group(holders, backend="gloo", timeout=FOREVER) if len(holders) > 1 else None
 
 
+class Ends(NamedTuple):
+    """What an engine steps in, and by which it sends."""
+
+    host: Callable[..., Any] = Host
+    links: Callable[..., Any] = Links
+    group: Callable[[int, int], dist.ProcessGroup | None] = group_of_servers
+
+
 class Engine:
     """From a step on until `close`; every rank makes one."""
 
@@ -56,6 +64,7 @@ class Engine:
         schedule: Schedule | None,
         folder: str | None,
         norms: dist.ProcessGroup | None,
+        ends: Ends,
     ) -> None:
         self.first_clock, self._schedule, self._optimizers = clock, schedule, optimizers
         self._staleness, self._workers, num_servers = options.staleness, options.workers, options.servers
@@ -92,13 +101,13 @@ class Engine:
         if self._rank == 0 and folder is not None:
             record = Record(folder, options._asdict(), clock)
         self._num_servers = num_servers
-        self._host = Host(mine, self._workers, clock, self._total_norm, self._readers(clock), record)
+        self._host = ends.host(mine, self._workers, clock, self._total_norm, self._readers(clock), record)
         sizes = [
             [layout.nbytes for layout, host in zip(self._layouts, self._hosts, strict=True) if host == rank]
             for rank in range(world_size)
         ]
         need_of = self._need_of if schedule is None else None
-        self._links = Links(self._rank, self._hosts, sizes, num_servers, need_of)
+        self._links = ends.links(self._rank, self._hosts, sizes, num_servers, need_of)
         dealer = Dealer(self._workers, world_size, clock) if self._rank == 0 else None
         self._links.serve(self._host if mine or dealer else None, dealer)
 

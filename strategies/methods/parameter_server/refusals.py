@@ -17,7 +17,6 @@ REFUSES = {
     "assigned_optimizers": "the servers step those that were set up before any hook",
     "16-mixed": "precision='16-mixed' scales losses by what overflowed, which a parameter server learns too late; use "
     "'bf16-mixed'",
-    "planning": "workers and servers do not meet in steps, and what is in flight depends on their speed",
     "parameter_state": "a worker of a parameter server has parameters that are up to `staleness` steps old",
     "on_after_backward": f"on_after_backward cannot be called: {LATER}; use strategy='ddp'",
     "on_before_optimizer_step": f"on_before_optimizer_step cannot be called with gradients: {LATER}; use "

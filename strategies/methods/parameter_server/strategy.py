@@ -20,7 +20,7 @@ from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.launch import environment, launcher, process_group
 from lockstep.strategies.methods.parameter_server.data import DealtLoader
 from lockstep.strategies.methods.parameter_server.dealer import shares_of
-from lockstep.strategies.methods.parameter_server.engine import Engine, Options, group_of_servers
+from lockstep.strategies.methods.parameter_server.engine import Ends, Engine, Options
 from lockstep.strategies.methods.parameter_server.refusals import LATER, REFUSES, couples_parameters, refuse_hooks
 from lockstep.strategies.methods.parameter_server.schedule import Schedule
 from lockstep.strategies.methods.parameter_server.server import Post
@@ -80,11 +80,13 @@ class ParameterServer(SPMDStrategy):
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
             raise ValueError(f"staleness must be a whole number of steps, 0 for none, but staleness={staleness!r}")
         self.staleness, self._workers, self._wanted_servers = staleness, workers, servers
-        self._meet_every = meet_every
+        self._meet_every, self.ends = meet_every, Ends()
         self._clock = 0
         """Clocks that this rank has passed."""
         self._optimizers: dict[str, Optimizer] = {}
-        self._one_server = self._have_met = False
+        self._have_met = False
+        self.num_servers = servers or 1
+        """Known once optimizers are set up."""
         self._engine: Engine | None = None
         self._worker: Worker | None = None
         self._owned: dict[int, str] | None = None
@@ -156,7 +158,7 @@ class ParameterServer(SPMDStrategy):
 
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         needs_one = [couples_parameters(key, optimizer) for key, optimizer in optimizers.items()]
-        self._one_server = any(needs_one)
+        self.num_servers = 1 if any(needs_one) else self._wanted_servers or self._enough_servers(wrapped)
         self._optimizers = super().setup_optimizers(wrapped, optimizers)
         return self._optimizers
 
@@ -277,9 +279,8 @@ class ParameterServer(SPMDStrategy):
 
     def _running(self, wrapped: nn.Module, hooks: StepHooks) -> Worker:
         if self._engine is None or self._worker is None:
-            servers = 1 if self._one_server else self._wanted_servers or self._enough_servers(wrapped)
-            options = Options(self.virtual_ranks, servers, self.staleness)
-            self._norms = self._norms or group_of_servers(servers, self.topology.world_size)
+            options = Options(self.virtual_ranks, self.num_servers, self.staleness)
+            self._norms = self._norms or self.ends.group(self.num_servers, self.topology.world_size)
             self._engine = Engine(
                 self.topology,
                 wrapped,
@@ -289,6 +290,7 @@ class ParameterServer(SPMDStrategy):
                 self._schedule,
                 hooks.folder,
                 self._norms,
+                self.ends,
             )
             place, forward = f"rank {self.topology.rank}", partial(self.precision.autocast, self.topology.device)
             self._owned = None
