@@ -27,7 +27,8 @@ class CSVLogger(RunLogger):
         save_dir: folder above all runs; None takes the Trainer's `default_root_dir`.
         name: folder of this experiment below `save_dir`; None takes the module's class name.
         version: folder of this run below `name`, a number N for `version_N`; None takes the next free one.
-        flush_every: rows to collect before they are written; at 1 each row is in the file as soon as it is logged.
+        flush_every: rows to collect before they are written; at 1 each row is in the file as soon as it is logged. What
+            was logged before a checkpoint is in the file before it.
     """
 
     def __init__(
@@ -71,6 +72,9 @@ class CSVLogger(RunLogger):
         # The disk is touched only by what the Trainer calls behind its error boundary.
         self._last_valid_step = trainer.global_step
         self._columns = None
+
+    def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
+        self.save()  # a run that resumes from it does not log those rows again
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if not self._is_writer:

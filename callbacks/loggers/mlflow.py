@@ -66,7 +66,7 @@ class MLflowLogger(RunLogger):
         self._folder_of_run: str | None = None
         self._client: Any = None
         self._first_step: int | None = None  # of a resumed run: values of later steps may be there already
-        self._known: dict[str, set[int]] = {}  # by metric, the later steps that MLflow has
+        self._known: dict[str, tuple[set[int], set[float]]] = {}  # by metric, later steps; values at the first step
         self._last: dict[str, tuple[int, float]] = {}  # by metric
 
     @property
@@ -98,7 +98,7 @@ class MLflowLogger(RunLogger):
         now, points = int(time.time() * 1000), []
         for name, value in metrics.items():
             key, number = _allowed(name), float(value)
-            if at not in self._steps_of(client, key) and self._last.get(key) != (at, number):
+            if not self._is_there(client, key, at, number) and self._last.get(key) != (at, number):
                 self._last[key] = at, number
                 points.append(Metric(key, number, now, at))
         if points:
@@ -158,14 +158,18 @@ class MLflowLogger(RunLogger):
         for start in range(0, len(new), 100):  # the most that a request may hold
             client.log_batch(self.run_id, params=new[start : start + 100])
 
-    def _steps_of(self, client: Any, key: str) -> set[int]:
-        """The steps after the checkpoint at which a resumed run has `key` already."""
-        if self._first_step is None:
-            return set()
+    def _is_there(self, client: Any, key: str, step: int, value: float) -> bool:
+        """Whether MLflow has `key` of a resumed run from before: any value of a step after the checkpoint, or this one
+        of the very step of the checkpoint, which may have been logged before it or after it."""
+        first = self._first_step
+        if first is None:
+            return False
         if key not in self._known:
             history = client.get_metric_history(self.run_id, key)
-            self._known[key] = {point.step for point in history if point.step > self._first_step}
-        return self._known[key]
+            later = {point.step for point in history if point.step > first}
+            self._known[key] = later, {point.value for point in history if point.step == first}
+        later, values = self._known[key]
+        return step in later or (step == first and value in values)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_client": None}  # the next use connects again

@@ -75,6 +75,20 @@ def test_rows_wait_for_flush_every_and_none_is_lost(tmp_path: Path) -> None:
     assert len(table(tmp_path)) == 5
 
 
+def test_rows_of_before_a_checkpoint_outlive_a_kill(tmp_path: Path) -> None:
+    killed = begun(tmp_path, flush_every=10)
+    killed.log_metrics({"loss": 1.0}, step=1)
+    trainer: Any = SimpleNamespace(global_step=1)
+    killed.on_save_checkpoint(trainer, nn.Linear(1, 1), {})  # type: ignore[arg-type]
+    saved = killed.state_dict()
+    killed.log_metrics({"loss": 2.0}, step=2)
+    resumed = begun(tmp_path, global_step=1, flush_every=10)
+    resumed.load_state_dict(saved)
+    resumed.log_metrics({"loss": 3.0}, step=2)
+    resumed.finalize("success")
+    assert [(row["step"], row["loss"]) for row in table(tmp_path)] == [("1", "1.0"), ("2", "3.0")]
+
+
 def test_hyperparameters_given_before_the_run_reach_its_folder(tmp_path: Path) -> None:
     logger = CSVLogger()
     logger.log_hyperparams({"lr": 1e-5, "net": {"width": np.int64(8)}, "act": nn.ReLU})

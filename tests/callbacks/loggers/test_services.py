@@ -188,6 +188,22 @@ def begun(logger: Any, log_dir: Path, rank: int = 0, step: int = 0) -> Any:
     return logger
 
 
+@pytest.mark.ranks
+def test_mlflow_has_the_step_of_a_resumed_checkpoint_once(tmp_path: Path) -> None:
+    logger = begun(MLflowLogger(), tmp_path / "Net" / "version_0")
+    logger.log_metrics({"loss": 1.0}, step=4)
+    saved = logger.state_dict()
+    logger.log_metrics({"val": 0.5}, step=4)  # after the checkpoint, as an epoch's validation, and then a kill
+    logger.log_metrics({"loss": 0.9}, step=5)
+    resumed = MLflowLogger()
+    begun(resumed, tmp_path / "Net" / "version_0", step=4)
+    resumed.load_state_dict(saved)
+    for values, step in (({"val": 0.5}, 4), ({"loss": 0.9}, 5), ({"loss": 0.8}, 6)):
+        resumed.log_metrics(values, step=step)
+    points, _ = of_mlflow(tmp_path / "mlruns")
+    assert points == {"loss": [(4, 1.0), (5, 0.9), (6, 0.8)], "val": [(4, 0.5)]}
+
+
 @pytest.mark.parametrize("kind", [WandbLogger, MLflowLogger])
 def test_other_ranks_write_nothing(tmp_path: Path, kind: type) -> None:
     logger = begun(kind(), tmp_path / "n" / "v", rank=1)
