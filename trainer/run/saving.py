@@ -84,7 +84,8 @@ def save(
     run.strategy.synchronize(run.wrapped)
     if run.world_size > 1 and run.guard.check_replicas_every_n_steps is not None:
         check_replicas(run.trainer, run.module)  # replicas that differ are not worth keeping
-    options: dict[str, Any] = {"also": also, "outdated": [*outdated, *_superseded(run, path)]}
+    superseded = [] if weights_only else _superseded(run, path)
+    options: dict[str, Any] = {"also": also, "outdated": [*outdated, *superseded]}
     with ExitStack() as while_saving:
         for state in run.parameter_states.values():
             while_saving.enter_context(state.saving())
@@ -223,13 +224,14 @@ def interrupted(run: RunState) -> BaseException:
 
 
 def _superseded(run: RunState, path: str | Path) -> list[Path]:
-    """The checkpoint that an interrupted run left and this one resumed, once a later one is in its folder."""
-    resumed = run.resumed
-    if resumed is None or not resumed.path.name.startswith(INTERRUPTED):
+    """The checkpoint that an interrupted run left and this one resumed, once another that can be resumed is saved in
+    its folder."""
+    resumed, saved = run.resumed, Path(os.path.abspath(path))
+    if resumed is None or not resumed.path.name.startswith(INTERRUPTED) or resumed.path == saved:
         return []
-    if resumed.global_step >= run.progress.global_step:
+    if resumed.global_step > run.progress.global_step:
         return []
-    return [resumed.path] if resumed.path.parent == Path(os.path.abspath(path)).parent else []
+    return [resumed.path] if resumed.path.parent == saved.parent else []
 
 
 def may_stop(run: RunState) -> bool:

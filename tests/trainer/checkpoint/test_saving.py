@@ -255,6 +255,18 @@ def test_sigterm_finishes_the_pending_save_and_a_later_checkpoint_replaces_the_i
     assert equal(weights(resumed), weights(undisturbed))
 
 
+def test_an_interrupted_checkpoint_is_replaced_at_its_own_step_but_not_by_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "Net/version_0/checkpoints"
+    for weights_only in (True, False):
+        with pytest.raises(SystemExit):  # after the last step of the epoch, before its end
+            fit(tmp_path, Terminates(5), ModelCheckpoint(), max_epochs=1, max_steps=-1)
+        assert os.listdir(folder) == ["interrupted-step=6"]
+        saver = ModelCheckpoint(filename="{step}", save_weights_only=weights_only)
+        fit(tmp_path, saver, ckpt_path="auto", max_epochs=1, max_steps=-1)
+        assert sorted(os.listdir(folder)) == ["interrupted-step=6"] * weights_only + ["step=6"]
+        shutil.rmtree(folder.parent)
+
+
 class Spoils(Callback):
     """Makes one number of the state bad after a step, on one rank."""
 
