@@ -48,6 +48,10 @@ class UnusableCheckpointError(CheckpointError):
     """Whether a run was to begin from it, and nothing of the run has happened yet."""
 
 
+class WeightsOnlyError(CheckpointError):
+    """A checkpoint of weights alone was to be resumed: ckpt_path='auto' and 'last' take an older one that can be."""
+
+
 class refused:
     """Turns what state and checkpoint disagree on into CheckpointError with the path."""
 

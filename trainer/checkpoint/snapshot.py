@@ -21,7 +21,7 @@ import torch
 from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, pack, restore_model, unpack
 from lockstep.strategies.optimizers.saved_groups import is_alike
 from lockstep.trainer.checkpoint import convert, rank_state, schema, store
-from lockstep.trainer.checkpoint.manifest import refused
+from lockstep.trainer.checkpoint.manifest import WeightsOnlyError, refused
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from lockstep.trainer.hparams import Namespace, restored
 from lockstep.trainer.lightning_names import nearest
@@ -320,7 +320,7 @@ def check_resumable(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError where a checkpoint is not one of a fit."""
     state = checkpoint.state
     if "seed" not in state:
-        raise CheckpointError(
+        raise WeightsOnlyError(
             f"checkpoint {checkpoint.path} has only weights, so it cannot be resumed: load them with "
             "load_from_checkpoint, and fit without ckpt_path"
         )

@@ -9,14 +9,21 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.checkpoint_state import TensorShard
 from lockstep.trainer.checkpoint.directory import LEFTOVER, abandoned, folders, hidden, put_in_place, remove, sync
-from lockstep.trainer.checkpoint.manifest import MANIFEST, CheckpointError, UnusableCheckpointError, reason, unusable
+from lockstep.trainer.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    UnusableCheckpointError,
+    WeightsOnlyError,
+    reason,
+    unusable,
+)
 from lockstep.trainer.checkpoint.reader import Checkpoint, is_checkpoint, read_manifest
 from lockstep.trainer.checkpoint.writer import Saving
 from lockstep.trainer.metrics.gathering import gather_values
@@ -154,7 +161,10 @@ def newest(
     By default that reads every byte of the one that is returned. Warns once for each damaged one that is newer.
     Temporary folders are skipped; an aside copy counts where a kill fell between the two renames of a replacement.
     Those in `without`, which are values of `identity`, do not count.
+
+    Raises the WeightsOnlyError of the newest for which `opens` does, where there is no other.
     """
+    weights_only: WeightsOnlyError | None = None
     folder = Path(os.path.abspath(folder))
     found: list[tuple[int, int, Path]] = []
     for entry in folders(folder):
@@ -175,6 +185,10 @@ def newest(
             return opens(entry).path
         except UnusableCheckpointError as error:
             warnings.warn(f"skipped: {error}", stacklevel=2)
+        except WeightsOnlyError as error:
+            weights_only = weights_only or error
+    if weights_only is not None:
+        raise weights_only
     return None
 
 
@@ -206,13 +220,17 @@ def open_together(path: str | os.PathLike[str], strategy: Strategy) -> Checkpoin
     return checkpoint
 
 
-def open_newest(folder: str | os.PathLike[str] | None, strategy: Strategy) -> Checkpoint | None:
-    """The newest valid checkpoint in `folder`, opened by `open_together`, or None. Every rank calls it."""
+def open_newest(
+    folder: str | os.PathLike[str] | None, strategy: Strategy, opens: Callable[[Path], Checkpoint]
+) -> Checkpoint | None:
+    """The newest checkpoint in `folder` that `opens` finds valid, opened by `open_together`, or None. Every rank calls
+    it."""
     skipped: set[Any] = set()
     while True:
         found = None
         if strategy.topology.rank == 0 and folder is not None:
-            found = newest(folder, skipped, opens=partial(Checkpoint.open, verify=False))
+            with suppress(WeightsOnlyError):
+                found = newest(folder, skipped, opens)
         found = strategy.broadcast(None if found is None else str(found))
         if found is None:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from lockstep.callbacks.base import Logger
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.strategies.launch import launcher, restart
 from lockstep.trainer.checkpoint import store
-from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError
+from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError, WeightsOnlyError
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import evaluate, fit, publish, saving
 from lockstep.trainer.run.attributes import own_data, take_data
@@ -46,8 +47,10 @@ def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str |
     def newest(number: int) -> str | None:
         if not number or not run.log_dir or run.checkpoint_callback is None:
             return first
-        found = store.newest(saving.folder_of(run), of_others | skipped, opens=partial(start.resumable, run))
-        return str(found) if found else first
+        with suppress(WeightsOnlyError):
+            found = store.newest(saving.folder_of(run), of_others | skipped, opens=partial(start.resumable, run))
+            return str(found) if found else first
+        return first
 
     choose()
     run.begun = True

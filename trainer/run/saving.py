@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from lockstep.strategies.optimizers.saved_groups import saves_itself
 from lockstep.trainer.checkpoint import snapshot, store
 from lockstep.trainer.checkpoint.manifest import refused
 from lockstep.trainer.run.hooks import Hooks
+from lockstep.trainer.setup import start
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
@@ -191,9 +193,10 @@ def settle(run: RunState, error: BaseException) -> None:
 
 
 def newest(run: RunState) -> store.Checkpoint | None:
-    """The newest valid checkpoint that this run has saved, opened. Every rank calls it."""
+    """The newest valid checkpoint of this run that can be resumed, opened. Every rank calls it."""
     finish(run)
-    return store.open_newest(folder_of(run) if run.checkpoint_callback is not None else None, run.strategy)
+    folder = folder_of(run) if run.checkpoint_callback is not None else None
+    return store.open_newest(folder, run.strategy, partial(start.resumable, run))
 
 
 def folder_of(run: RunState) -> str:

@@ -223,6 +223,31 @@ def test_a_rank_that_dies_in_an_asynchronous_save_ends_the_others(
     assert len(clean(tmp_path / "kept")) == 1
 
 
+class Fails(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 5:
+            raise RuntimeError("a bug")
+
+
+def test_auto_resumes_from_an_older_checkpoint_than_one_of_weights_alone(tmp_path: Path) -> None:
+    def savers() -> list[ModelCheckpoint]:
+        return [
+            ModelCheckpoint(filename="{step}", every_n_train_steps=2),
+            ModelCheckpoint(filename="weights", every_n_train_steps=1, save_weights_only=True),
+        ]
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        fit(tmp_path, *savers(), Fails())
+    folder = tmp_path / "Net/version_0/checkpoints"
+    assert newest(folder) == folder / "weights"
+    trainer, resumed = fit(tmp_path, *savers(), ckpt_path="auto")
+    assert trainer.log_dir == str(folder.parent)
+    assert equal(weights(resumed), weights(fit(tmp_path / "other")[1]))
+    shutil.rmtree(folder / "step=6")
+    with pytest.raises(CheckpointError, match="weights has only weights, so it cannot be resumed"):
+        fit(tmp_path, *savers(), ckpt_path="auto", max_steps=8)
+
+
 class Terminates(Callback):
     def __init__(self, step: int) -> None:
         self.step = step

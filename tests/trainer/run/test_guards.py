@@ -189,12 +189,13 @@ def test_a_run_can_go_back_to_its_newest_checkpoint(
 ) -> None:
     guard = Guard(non_finite="roll_back")
     saver = ModelCheckpoint(every_n_train_steps=2)
+    weights_only = ModelCheckpoint(filename="weights", every_n_train_steps=1, save_weights_only=True)
     run = quiet(
         strategy=make(),
         devices=devices,
         split_batches=True,
         precision="64-true",
-        callbacks=[guard, saver],
+        callbacks=[guard, saver, weights_only],
         enable_checkpointing=True,
     )
     module = Brittle()
