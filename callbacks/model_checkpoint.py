@@ -16,6 +16,7 @@ from torch import Tensor
 from lockstep.callbacks._support.checkpoint_options import (
     check_options,
     check_template,
+    exact,
     filled,
     make_writable,
     placeholders,
@@ -175,10 +176,10 @@ class ModelCheckpoint(Callback):
         self._moved_from = state_dict["dirpath"]
         self.dirpath = self.dirpath or self._moved_from
         folder = self._moved_from or ""
-        self.best_k_models = {os.path.join(folder, path): _tensor(score) for path, score in state_dict["best_k_models"]}
+        self.best_k_models = {os.path.join(folder, path): exact(score) for path, score in state_dict["best_k_models"]}
         last = state_dict["last_model_path"]
         self.last_model_path = os.path.join(folder, last) if last else ""
-        self.current_score = None if state_dict["current_score"] is None else _tensor(state_dict["current_score"])
+        self.current_score = None if state_dict["current_score"] is None else exact(state_dict["current_score"])
         self._considered_step = state_dict["considered_step"]
         if self._metric and self._metric.at_epoch_end is None:
             self._metric.at_epoch_end = state_dict["save_on_train_epoch_end"]
@@ -206,8 +207,10 @@ class ModelCheckpoint(Callback):
         self._moved_from = None
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        self._seen_step = trainer.global_step
+        self._seen_step = step = trainer.global_step
         self._saved_at = time.monotonic()
+        if self.every_n_train_steps and step % self.every_n_train_steps == 0 and self._considered_step < step:
+            self._waits_at = step  # in a validation that is repeated, as another saver saved before it
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         step, seen = trainer.global_step, self._seen_step
@@ -327,7 +330,7 @@ class ModelCheckpoint(Callback):
             self._complain(trainer)
             value = trainer.callback_metrics.get(self._metric.name)
             of_these_weights = trainer._run.measured_at.get(self._metric.name) == trainer.global_step
-            score = _tensor(math.nan) if value is None or not of_these_weights else value.detach().clone()
+            score = exact(math.nan) if value is None or not of_these_weights else value.detach().clone()
             if value is None:
                 self._warn_once(
                     trainer,
@@ -393,7 +396,3 @@ class ModelCheckpoint(Callback):
         kept = zip(found, self.best_k_models.values(), strict=True)
         self.best_k_models = {path: score for path, score in kept if path}
         self.last_model_path = last if os.path.dirname(last) == self.dirpath else ""
-
-
-def _tensor(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.callbacks.base import check_number
@@ -122,3 +123,8 @@ def check_template(filename: str) -> None:
             f"filename={filename!r} of ModelCheckpoint has an unmatched brace: write placeholders like '{{epoch}}' or "
             f"'{{val/loss:.3f}}'"
         )
+
+
+def exact(value: float) -> Tensor:
+    """A score as it is kept."""
+    return torch.tensor(value, dtype=torch.float64)

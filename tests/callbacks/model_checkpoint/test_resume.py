@@ -16,7 +16,7 @@ from lockstep.callbacks import Callback, CSVLogger, TensorBoardLogger
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.trainer.checkpoint.store import Checkpoint
 from tests.callbacks.model_checkpoint.run import Run
-from tests.trainer.toy import loader, net
+from tests.trainer.toy import loader, net, quiet
 
 pytestmark = pytest.mark.ranks
 
@@ -81,6 +81,28 @@ def test_a_second_run_with_the_same_callback_ranks_for_itself(tmp_path: Path) ->
     second = Run(callback, tmp_path / "two").epoch(val_loss=2.0)
     assert second.found() == {"epoch=0-step=10": 10}
     assert callback.best_model_path == str(tmp_path / "two" / "checkpoints" / "epoch=0-step=10")
+
+
+def test_a_save_that_waited_for_a_killed_validation_is_made_after_the_repeated_one(tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            if trainer.global_step == 4:
+                raise RuntimeError("a bug")
+
+    def fit(folder: Path, *callbacks: Callback) -> list[str]:
+        savers = [
+            ModelCheckpoint(filename="every-{step}", every_n_train_steps=1),
+            ModelCheckpoint(filename="{step}", monitor="val/loss", every_n_train_steps=2, save_top_k=-1),
+        ]
+        options: dict[str, Any] = {"max_epochs": 1, "val_check_interval": 2, "default_root_dir": folder}
+        trainer = quiet(enable_checkpointing=True, callbacks=[*savers, *callbacks], **options)
+        trainer.fit(net(), loader(48), loader(8), ckpt_path="auto")
+        return sorted(path.name for path in Path(savers[0].dirpath or "").iterdir())
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        fit(tmp_path / "killed", Fails())
+    resumed, undisturbed = fit(tmp_path / "killed"), fit(tmp_path / "undisturbed")
+    assert "step=4" in undisturbed and resumed == undisturbed
 
 
 def test_the_state_is_read_back_as_it_was_and_nothing_else_is_taken(tmp_path: Path) -> None:
