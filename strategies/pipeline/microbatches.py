@@ -38,7 +38,7 @@ class Tally:
     """What the step returned for each part of the running micro-batch, and its number of samples."""
 
 
-_PARTS = "a pipeline runs a step in parts, on each stage another one; call it in a hook, or use another strategy"
+PARTS = "a pipeline runs a step in parts, on each stage another one; call it in a hook, or use another strategy"
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class Feed:
     def step(self, index: int) -> Any:
         """The user's step on a part, from random streams that begin alike on all stages."""
         seed_streams(mix(self.noise, index, 0))
-        with refusing(_PARTS, every=True):
+        with refusing(PARTS, every=True):
             part = self.parts[index]
             batch = rebuilt(part.batch, part.num_samples)  # which a step may change
             before = [(tensor, tensor._version) for tensor in tensors_of(batch)]

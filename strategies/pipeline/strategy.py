@@ -25,7 +25,7 @@ from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import changed_within_window, prepared
 from lockstep.strategies.pipeline import partition
-from lockstep.strategies.pipeline.microbatches import Tally
+from lockstep.strategies.pipeline.microbatches import PARTS, Tally
 from lockstep.strategies.pipeline.optimizers import (
     clip,
     find_needs,
@@ -42,6 +42,7 @@ from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_model
+from lockstep.strategies.sync.collective_fingerprint import refusing
 from lockstep.strategies.sync.collectives import local
 
 if TYPE_CHECKING:
@@ -387,7 +388,7 @@ class Pipeline(StagedStrategy):
             with wrapped.gathered():  # with the ranks that run the step
                 return None
         noise = mix(self._seed or 0, self.topology.data_rank, *(arg for arg in args if isinstance(arg, int)))
-        with kept_streams(), self.precision.autocast(self.topology.device), wrapped.gathered():
+        with kept_streams(), self.precision.autocast(self.topology.device), wrapped.gathered(), refusing(PARTS, True):
             seed_streams(noise)  # the step begins alike on all ranks
             return wrapped.run_evaluation(noise, lambda: step_fn(micro_batch.batch, *args), hooks.log_scope)
 

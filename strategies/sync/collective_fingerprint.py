@@ -38,8 +38,8 @@ _refused: _Refused = None
 @contextmanager
 def refusing(why: str, every: bool = False) -> Iterator[_Refused]:
     """While it lasts RuntimeError(`why`) is raised for calls in the default process group that add or stack what all
-    ranks have, or for `every` one."""
-    yield from _while((why, every))
+    ranks have, or for `every` one. Where every one is refused already, that stays."""
+    yield from _while(_refused if _refused is not None and _refused[1] else (why, every))
 
 
 def once_a_sample(step: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
