@@ -179,6 +179,26 @@ def test_a_step_of_an_evaluation_calls_no_collective_where_only_the_last_stage_e
         quiet(strategy="pipeline", devices=2, accelerator="cpu").validate(Counts(how), loader(16, 4), verbose=False)
 
 
+class CountsInHook(Counts):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", HOW[:2])
+def test_a_hook_of_a_batch_calls_no_collective_where_ranks_without_samples_do_not_call_it(how: str) -> None:
+    trainer = quiet(strategy="ddp", devices=2, accelerator="cpu", split_batches=True)
+    trainer.validate(CountsInHook(how), loader(16, 4), verbose=False)
+    with pytest.raises(
+        RuntimeError, match="ranks without samples of this batch of an evaluation do not call its hooks"
+    ):
+        trainer.validate(CountsInHook(how), loader(17, 4), verbose=False)
+
+
 class Measured(Net):
     """Computes a metric of all ranks within each step."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from inspect import unwrap
 from itertools import chain
@@ -17,7 +17,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.strategies.base import StepHooks
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.launch.phase import set_phase
-from lockstep.strategies.sync.collective_fingerprint import once_a_sample
+from lockstep.strategies.sync.collective_fingerprint import once_a_sample, refusing
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.checkpoint.snapshot import (
     restore_callbacks,
@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 
 KINDS = {"validate": "val", "test": "test", "predict": "predict"}
 """Stage: kind of loader."""
+_IDLE = (
+    "ranks without samples of this batch of an evaluation do not call its hooks; call it in a hook of the epoch, such "
+    "as on_validation_epoch_end, or use a number of samples that shares out over the ranks"
+)
 
 
 @dataclass(frozen=True)
@@ -277,15 +281,16 @@ def _evaluate_loader(
             metrics.samples += micro_batch.num_samples
             metrics.is_ambiguous = micro_batch.is_ambiguous and (shares is not None or strategy.topology.data_size > 1)
             real = micro_batch.num_samples > 0
-            for hook in what.batch_start if real else ():
-                hook(batch, batch_idx, index)
+            idle = window.num_samples <= (strategy.topology.data_size - 1) * micro_batch.num_samples
+            if real:
+                _call(what.batch_start, batch, batch_idx, index, idle=idle)
             numbers = (batch_idx, index) if several else (batch_idx,)
             with buffers.batch(micro_batch, window.num_samples):
                 output = strategy.evaluate(run.wrapped, step, micro_batch, *numbers, hooks=step_hooks)
             if shares is not None:
                 shares.ran()
-            for hook in what.batch_end if real else ():
-                hook(output, batch, batch_idx, index)
+            if real:
+                _call(what.batch_end, output, batch, batch_idx, index, idle=idle)
             metrics.in_batch = False
             if keeps and real:
                 part = strategy.topology.data_rank if shares is None else micro_batch.share
@@ -293,6 +298,13 @@ def _evaluate_loader(
         if shares is not None:
             shares.leave(*places, batch_idx)
     return outputs
+
+
+def _call(hooks: Calls, *args: Any, idle: bool) -> None:
+    """Call the hooks of a batch. With `idle` ranks may have no sample of it, and so not meet in what a hook calls."""
+    with refusing(_IDLE, every=True) if idle and hooks else nullcontext():
+        for hook in hooks:
+            hook(*args)
 
 
 def print_metrics(stage: str, returned: list[dict[str, float]]) -> None:
