@@ -137,7 +137,7 @@ class StepAgreement:
             fault_injection.fault("collective")
         lowest, highest, total = self._messages.reduced()
         least_keys, first_bad = lowest[-2:]
-        # Keys of 0 say nothing: a rank of padding has logged nothing yet.
+        # Keys of 0 say nothing: a rank of padding has logged nothing yet, or in hooks only.
         if lowest[:_KEYS] != highest[:_KEYS] or least_keys not in (highest[_KEYS], math.inf):
             rows = [numbers[: len(Message._fields)] for numbers in self._messages.read()]
             self._refuse([Message(*row) for row in rows])  # type: ignore[arg-type]

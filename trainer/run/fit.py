@@ -253,7 +253,7 @@ def vote(run: RunState, meets: bool, several: bool) -> StepVote:
     if run.saving is not None and run.saving.failure is not None:
         stop = saving.SAVE_FAILED
     rates = _hash_of_rates(run.optimizers.values()) if meets else 0
-    cast = StepVote(stop, run.metrics.keys_hash, run.metrics.names, rates)
+    cast = StepVote(stop, run.metrics.keys_hash if run.metrics.samples else 0, run.metrics.names, rates)
     return cast._replace(order=run.train_dataloader.order) if several else cast
 
 

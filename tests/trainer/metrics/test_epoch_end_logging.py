@@ -213,3 +213,14 @@ def test_the_hook_at_the_end_of_a_validation_sees_what_its_steps_have_logged() -
         trainer.fit(Reads(), loader(), loader(30))
         metrics = trainer.callback_metrics
         assert metrics["read"] == metrics["val/loss"] == metrics["val/twice"] / 2
+
+
+class LogsInHook(Net):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("step", float(self.global_step), on_step=False, on_epoch=True, reduce_fx="max")
+
+
+def test_a_rank_without_samples_may_log_in_hooks_of_a_window_before_its_step_runs() -> None:
+    trainer = quiet(strategy="ddp", devices=2, accelerator="cpu", split_batches=True, accumulate_grad_batches=2)
+    trainer.fit(LogsInHook(), loader(3, 1))
+    assert trainer.callback_metrics["step"] == 3
