@@ -191,6 +191,7 @@ class Partitions:
         elif piece.source.numel():
             piece.source.copy_(read(piece.offset, piece.source.numel()))
 
+    @torch.no_grad()
     def refresh(self) -> None:
         """Let the parameters that the model computes with follow the weights that the optimizer steps. Every rank calls
         it."""

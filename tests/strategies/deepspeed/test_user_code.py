@@ -82,6 +82,19 @@ class ClampsWhole(Plain):
                 parameter.clamp_(-0.1, 0.1)
 
 
+class HalvesGroups(Plain):
+    """Changes weights before the first step, with groups of the optimizer."""
+
+    def on_train_start(self) -> None:
+        with self.trainer.whole(self), torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.5)
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": list(layer.parameters())} for layer in self.net[::2]]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+
 class ChangesGradients(Plain):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         with self.trainer.whole(self):
@@ -230,6 +243,8 @@ REST: list[tuple[type[Module], str]] = [
     (Experts, "1"),
     (ChangesGradients, "1"),
     (Averages, "3 offloaded"),
+    (HalvesGroups, "2"),
+    (HalvesGroups, "3"),
     (Masks, "3 with small parameters whole"),
 ]
 
