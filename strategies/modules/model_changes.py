@@ -288,6 +288,15 @@ def replaced(names: Sequence[str], strategy: str) -> RuntimeError:
     )
 
 
+def renamed(names: Sequence[str], strategy: str) -> RuntimeError:
+    """The error for a model whose `state_dict` has names at the end of a run that it had not before, or lacks some."""
+    return RuntimeError(
+        f"the model has other parameters or buffers after the run than before it ({shortened(names)}), which "
+        f"{strategy} cannot bring back; rename, add or delete them once fit has returned, or in __init__, setup or "
+        "configure_model"
+    )
+
+
 def late_hooks(names: Sequence[str], strategy: str) -> RuntimeError:
     """The error for hooks on the gradients of these parameters that a step has registered."""
     return RuntimeError(

@@ -15,6 +15,7 @@ from lockstep.strategies.base import Topology
 from lockstep.strategies.checkpoint_state import State
 from lockstep.strategies.mesh.mesh import PipelineRanks
 from lockstep.strategies.modules.absent import Absent, is_here
+from lockstep.strategies.modules.model_changes import renamed
 from lockstep.strategies.modules.parameter_hooks import copy_attributes, share_attributes
 from lockstep.strategies.pipeline.partition import Cut, holding_stages
 from lockstep.strategies.sync.collectives import own_group, sum_gradients
@@ -67,6 +68,8 @@ class StageTensors:
 
     def rank_of_name(self, name: str) -> int:
         """The rank of the pipeline that answers for the tensor `name` of the model's state."""
+        if name not in self._owner:
+            raise renamed([name], "Pipeline")
         return self._rank_of[self._owner[name]]
 
     def ranks_of_name(self, name: str) -> list[int]:

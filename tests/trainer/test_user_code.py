@@ -395,6 +395,20 @@ class DeletesABias(Base):
         self.net[2].register_parameter("bias", None)
 
 
+class RenamesAtTheEnd(Base):
+    def on_train_end(self) -> None:
+        self.body = self.net
+        del self.net
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_a_rename_that_cannot_be_brought_back_is_refused(strategy: str) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"other parameters or buffers after the run .*body.0.*which \w+ cannot bring"
+    ):
+        fitted(RenamesAtTheEnd(), strategy, 2)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

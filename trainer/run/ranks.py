@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.callbacks.base import Logger
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.strategies.launch import launcher, restart
+from lockstep.strategies.modules.model_changes import renamed
 from lockstep.trainer.checkpoint import store
 from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError, WeightsOnlyError
 from lockstep.trainer.module import Module, attach
@@ -141,6 +142,8 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
     """Take over what rank 0 brought back."""
     if set(module.state_dict()) != set(result["weights"]):
         module.configure_model()
+    if changed := sorted(set(module.state_dict()) ^ set(result["weights"])):
+        raise renamed(changed, run.strategy.name)
     for name, tensor in module.state_dict(keep_vars=True).items():
         trained = result["weights"][name]
         if isinstance(tensor, Tensor) and (tensor.dtype != trained.dtype or tensor.shape != trained.shape):
