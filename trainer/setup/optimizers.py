@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,23 @@ def _optimizer(value: Any) -> Optimizer:
             f"configure_optimizers may return {FORMS}, but it returned {type(value).__name__} where an optimizer "
             "belongs"
         )
+    if "_optimizer_step_pre_hooks" not in vars(value):
+        _complete(value)
     return value
+
+
+def _complete(optimizer: Optimizer) -> None:
+    """Give an optimizer that does not call `Optimizer.__init__` what that would have made, besides its groups."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"{type(optimizer).__name__} has no param_groups, by which an optimizer names what it trains; call "
+            "super().__init__(params, defaults) in its __init__"
+        )
+    if not hasattr(optimizer, "defaults"):
+        optimizer.defaults = {}
+    if not hasattr(optimizer, "state"):
+        optimizer.state = defaultdict(dict)
+    Optimizer.__setstate__(optimizer, {})
 
 
 def scheduler_of(value: Any, monitor: str | None = None) -> SchedulerConfig:

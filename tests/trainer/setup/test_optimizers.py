@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from tests.trainer.module_toys import Lrs, Warm
@@ -30,11 +30,26 @@ def dictionary(optimizer: SGD, **options: Any) -> dict[str, Any]:
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": halving(optimizer), **options}}
 
 
+class Bare(Optimizer):
+    """An optimizer around another that does not call `Optimizer.__init__`, as programs copy it from each other."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base, self.param_groups = base, base.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
+class Empty(Optimizer):
+    def __init__(self) -> None: ...
+
+
 CONSTANT, EPOCHWISE, STEPWISE = [[1.0]] * 4, [[1.0]] * 2 + [[0.5]] * 2, [[1.0], [0.5], [0.25], [0.125]]
 
 FORMS: dict[str, tuple[Callable[[Any], Any], list[list[float]]]] = {
     "optimizer": (one, CONSTANT),
     "[opt]": (lambda m: [one(m)], CONSTANT),
+    "of its own": (lambda m: Bare(one(m)), CONSTANT),
     "(opt, opt)": (two, [[1.0, 10.0]] * 4),
     "[opt, opt]": (lambda m: list(two(m)), [[1.0, 10.0]] * 4),
     "[opt], [sch]": (lambda m: ([o := one(m)], [halving(o)]), EPOCHWISE),
@@ -77,6 +92,7 @@ def test_forms_of_configure_optimizers(form: Callable[[Any], Any], expected: lis
 WRONG_FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "nothing": (lambda m: None, "Formed.configure_optimizers returned no optimizer"),
     "no optimizer": (lambda m: "adam", "returned str where an optimizer belongs"),
+    "without groups": (lambda m: Empty(), r"Empty has no param_groups.*call super\(\).__init__\(params, defaults\)"),
     "unknown key": (lambda m: {"optimizer": one(m), "scheduler": None}, "'scheduler'"),
     "unknown key of a scheduler": (lambda m: dictionary(one(m), intervall="step"), "but it has intervall"),
     "interval": (lambda m: dictionary(one(m), interval="batch"), "interval='batch'"),
