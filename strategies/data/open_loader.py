@@ -114,6 +114,10 @@ class Combined(Source):
         if combined.mode != "sequential" and None not in sizes:
             self.window_samples = sum(size or 0 for size in sizes) * share.ranks * share.accumulate
 
+    @property
+    def rows_each(self) -> list[tuple[float, float]]:
+        return [rows for source in self._sources.values() for rows in source.rows_each]
+
     def state_dict(self) -> dict[str, Any]:
         states = [state.state_dict() for state in self._states]
         return {"loaders": states} if any(states) else {}

@@ -161,10 +161,10 @@ class ShardedLoader:
         return self._source.may_filter
 
     @property
-    def rows_each(self) -> tuple[float, float]:
-        """The least and the most rows that a collate function has made of a sample in what was read so far; infinity
-        and 0 if nothing tells."""
-        return self._source.least, self._source.most
+    def rows_each(self) -> list[tuple[float, float]]:
+        """The least and the most rows that the collate function, of each loader in this one, has made of a sample in
+        what was read so far; infinity and 0 if nothing tells."""
+        return self._source.rows_each
 
     def __len__(self) -> int:
         """Batches (`Window.num_batches`) of an epoch on each rank. Raises TypeError where that is unknown."""

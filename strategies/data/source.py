@@ -97,6 +97,11 @@ class Source(ABC):
     least, most = math.inf, 0.0
     """Rows for each sample asked for, in the batches so far."""
 
+    @property
+    def rows_each(self) -> list[tuple[float, float]]:
+        """The least and the most of each loader in it."""
+        return [(self.least, self.most)]
+
     @abstractmethod
     def pieces(self, epoch: int, start: int, limit: int | None) -> Iterator[Piece]: ...
 

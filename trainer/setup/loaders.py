@@ -137,7 +137,7 @@ def check_rows(run: RunState, loaders: Sequence[ShardedLoader], weighed: bool) -
     loaders = [loader for loader in loaders if loader.may_filter]
     if run.world_size == 1 or not loaders:
         return
-    mine = [loader.rows_each if weighed else (math.inf, 0.0) for loader in loaders]
+    mine = [rows if weighed else (math.inf, 0.0) for loader in loaders for rows in loader.rows_each]
     found = run.strategy.all_gather(torch.tensor(mine, dtype=torch.float64))
     for least, most in zip(found[..., 0].amin(0).tolist(), found[..., 1].amax(0).tolist(), strict=True):
         if least < most > 1:

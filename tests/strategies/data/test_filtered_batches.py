@@ -197,6 +197,7 @@ class Indices(Plain):
     """Its steps see the number of a sample in each of its rows."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch = batch["crops"] if isinstance(batch, dict) else batch
         x = batch.double()[:, None].expand(-1, 8)
         return super().training_step((x, batch % 2), batch_idx)
 
@@ -218,5 +219,8 @@ def test_ranks_that_make_other_numbers_of_rows_of_a_sample_are_refused_in_the_fi
     said = "makes 2 rows of a sample on one rank and 3 on another, so the mean over a batch cannot be weighted"
     with pytest.raises(ValueError, match=said):
         quiet(max_steps=1, precision="64-true", **options).fit(Indices(), numbers)
+    several = {"crops": numbers, "plain": DataLoader(range(12), 1)}  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=said):
+        quiet(max_steps=1, precision="64-true", **options).fit(Indices(), several)
     with pytest.raises(ValueError, match=said):
         quiet(**options).validate(Indices().double(), numbers)
