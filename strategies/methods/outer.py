@@ -22,6 +22,7 @@ from lockstep.strategies.methods.options import Rounds, made_by
 from lockstep.strategies.modules.parameter_hooks import copy_attributes
 from lockstep.strategies.sync.collectives import local
 from lockstep.strategies.sync.compression.compression import Compression, Layout
+from lockstep.strategies.sync.compression.kept import check_means
 from lockstep.strategies.sync.tree import total_of
 
 if TYPE_CHECKING:
@@ -315,6 +316,9 @@ def _compressed(
     sent = [i for i, weight in enumerate(weights.values()) if weight.numel()]
     some = {name: weight for name, weight in weights.items() if weight.numel()}
     means = compression.reduce(some, [[tensors[i] for i in sent] for tensors in moved], 1.0)
+    made = {name: mean for name, mean in zip(some, means, strict=True) if mean is not None}
+    are_finite = all(bool(tensor.isfinite().all()) for tensors in moved for tensor in tensors)
+    check_means(compression.compressor, made, are_finite, len(assignment), group)
     compression.commit(optimizer)
     found = dict(zip(sent, means, strict=True))
     return [weight if (mean := found.get(i)) is None else mean for i, weight in enumerate(weights.values())]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.strategies.sync.compression.compressor import Compressor, Encoding
@@ -119,6 +120,40 @@ def check_memory(compressor: Compressor, marks: Sequence[Tensor]) -> None:
             f"{type(compressor).__name__}.encode has put into encoding.memory what only its own share has, and the "
             "memory of a parameter is common to all shares; let decode put there what follows from payloads"
         )
+
+
+def check_means(
+    compressor: Compressor,
+    means: Mapping[str, Tensor],
+    are_inputs_finite: bool,
+    num_ranks: int,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Raises FloatingPointError or RuntimeError, on all ranks, if `decode` has made of finite numbers what is not, or
+    not the same on all ranks, by the name of the parameter. Every rank calls it."""
+    if _is_ours(compressor):
+        return
+    mine = torch.tensor([[checksum(mean), bool(mean.isfinite().all())] for mean in means.values()])
+    rows, finite = [torch.empty_like(mine) for _ in range(num_ranks)], torch.tensor([are_inputs_finite])
+    all_finite = [torch.empty_like(finite) for _ in range(num_ranks)]
+    if num_ranks > 1:
+        dist.all_gather(rows, mine, group=group)
+        dist.all_gather(all_finite, finite, group=group)
+    else:
+        rows, all_finite = [mine], [finite]
+    if not all(all_finite):  # a loss or the end of training says so, by the learner
+        return
+    for i, name in enumerate(means):
+        if not all(row[i, 1] for row in rows):
+            raise FloatingPointError(
+                f"{type(compressor).__name__} has made NaN or infinite numbers of what learners have moved {name}, "
+                "which was finite; look for a division by zero, or an overflow, in its encode and decode"
+            )
+        if any(row[i, 0] != rows[0][i, 0] for row in rows):
+            raise RuntimeError(
+                f"{type(compressor).__name__}.decode has given {name} other values on some ranks, which would start "
+                "the next round from different weights; let it follow from the payload and from encoding alone"
+            )
 
 
 def _is_ours(compressor: Compressor) -> bool:

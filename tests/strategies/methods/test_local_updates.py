@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,6 +23,7 @@ from lockstep.strategies import DiLoCo, LocalSGD, Strategy
 from lockstep.strategies.methods.averaging import add_up, subtrees
 from lockstep.strategies.methods.diloco import NESTEROV
 from lockstep.strategies.methods.options import assign
+from lockstep.strategies.sync.compression.compressor import Compressor, Encoding
 from tests.strategies.methods.toys import (
     Fading,
     Regression,
@@ -68,6 +71,37 @@ def test_an_outer_step_of_one_after_each_step_is_synchronous_training() -> None:
     expected = train("single", PLAIN, max_steps=50, accumulate_grad_batches=2)
     found = train(strategy, PLAIN, max_steps=50, accumulate_grad_batches=2)
     assert difference([*found.parameters()], [*expected.parameters()]) <= 1e-12
+
+
+class Own(Compressor):
+    def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        return (tensor,)
+
+    def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
+        return payload[0]
+
+
+class Dividing(Own):
+    def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
+        return payload[0] / payload[0].sum() * 0 / 0 if encoding.name.endswith("bias") else payload[0]
+
+
+class ByRank(Own):
+    def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
+        return payload[0] * (1 + dist.get_rank())
+
+
+@pytest.mark.unit
+def test_a_compressor_that_makes_nan_is_named() -> None:
+    train(LocalSGD(learners=2, period=2, compress=Own()), PLAIN, max_steps=2)
+    with pytest.raises(FloatingPointError, match=r"Dividing has made NaN or .* learners have moved \S*bias, which was"):
+        train(LocalSGD(learners=2, period=2, compress=Dividing()), PLAIN, max_steps=2)
+
+
+@pytest.mark.ranks
+def test_a_compressor_that_decodes_otherwise_on_some_ranks_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="ByRank.decode has given .* other values on some ranks"):
+        train(LocalSGD(period=2, compress=ByRank()), PLAIN, max_steps=2, devices=2)
 
 
 @pytest.mark.unit
