@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,12 @@ from torch.utils._pytree import tree_leaves
 _MOST_LOOKS = 4
 _MOST = 64
 """Items of a list or dict that are read."""
+_FEWEST_LOOKS = 4
+"""Random numbers seldom grow as often, on every rank."""
+_LARGE = 2**24
+"""From here on a number may be of bytes or nanoseconds."""
+_DIFFERS = re.compile(r"time|clock|elapsed|sec|_ms|_ns|dur|laten|mem|rss|bytes|seed|rng|pid|rank|worker", re.IGNORECASE)
+"""In names of what is each rank's own."""
 _LOSS = "a loss"
 _NOT_OF_USERS = ("torch", "lockstep", "torchmetrics", "builtins")
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -36,6 +43,8 @@ class PartialCounts:
         self._before: dict[str, float] = {}
         self._found: dict[str, str] | None = None
         """What may be one, after the first batch."""
+        self.named: dict[str, str] = {}
+        """What was warned of."""
         self.done = False
         self._begun = 0
 
@@ -58,15 +67,70 @@ class PartialCounts:
         first, self._found = self._found, found
         if first is None:
             return
-        both = {name: what for name, what in found.items() if first.get(name) == what}
+        self.named = {name: what for name, what in found.items() if first.get(name) == what}
         self.done = True
-        if both:
-            counts = ", ".join(f"{name} ({what})" for name, what in both.items())
+        if self.named:
+            counts = ", ".join(f"{name} ({what})" for name, what in self.named.items())
             warnings.warn(
                 f"attributes add up a part of each batch under {self._strategy}, and not the whole as on one process: "
                 f"{counts}; {self._instead}",
                 stacklevel=2,
             )
+
+
+class GrowingCounts:
+    """Looks on each rank at numbers that may count something, such as correct predictions: whole ones that never fall
+    while its first batches run. One that then differs between ranks counts a part on each.
+
+    Clocks, memory and seeds differ too, so names that tell of them are left alone, and large numbers.
+    """
+
+    def __init__(self, owners: Mapping[str, Any]) -> None:
+        self._owners = owners
+        self._seen: list[dict[str, float]] = []
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._seen)
+
+    @property
+    def done(self) -> bool:
+        return len(self._seen) > _MOST_LOOKS
+
+    def look(self) -> None:
+        """Called before the first batch and after each."""
+        if not self.done:
+            self._seen.append(dict(_numbers(self._owners)))
+
+    def found(self) -> list[str] | None:
+        """The names of what may count; None if too few batches have run to tell."""
+        if len(self._seen) < _FEWEST_LOOKS:
+            return None
+        return [name for name in self._seen[-1] if not _DIFFERS.search(name) and self._growths(name) > 1]
+
+    def values(self, names: Iterable[str]) -> list[float]:
+        """What the numbers are now; NaN for one that does not count on this rank."""
+        now = dict(_numbers(self._owners))
+        return [now.get(name, math.nan) if self._growths(name) >= 0 else math.nan for name in names]
+
+    def _growths(self, name: str) -> int:
+        """In how many looks the number had grown; -1 if it does not count."""
+        values = [seen[name] for seen in self._seen if name in seen]
+        steps = [after - before for before, after in pairwise(values)]
+        if len(values) < _FEWEST_LOOKS - 1 or not all(value.is_integer() and abs(value) < _LARGE for value in values):
+            return -1
+        return -1 if min(steps) < 0 else sum(step > 0 for step in steps)
+
+
+def warn_of_differing(found: Mapping[str, Iterable[float]], strategy: str, instead: str) -> None:
+    """Warn of counts that ranks have made of their own parts, by name with the values of the ranks."""
+    shown = [f"{name} ({', '.join(f'{value:.0f}' for value in values)})" for name, values in found.items()]
+    if shown:
+        warnings.warn(
+            f"attributes count something else on each rank under {strategy}, and not the whole as on one process: "
+            f"{', '.join(shown)}; {instead}",
+            stacklevel=2,
+        )
 
 
 def _amounts(own: int, batch: Any, output: Any) -> list[tuple[str, float]]:

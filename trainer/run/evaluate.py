@@ -232,6 +232,7 @@ def evaluate(
             outputs.append(_evaluate_loader(run, module, what, loader, index, several, buffers))
             metrics.num_loaders += metrics.samples > before
         buffers.check(f"{what.name}_step")
+        counts.compare()
         check_orders(run, loaders, what.kind)
         check_rows(run, loaders, metrics.weighs)
         metrics.suffix, metrics.weight = "", 1.0

@@ -183,7 +183,7 @@ def finish_window(
     elif run.strategy.ranks_meet and loop.windows_seen == 1:
         publish.preview(run)
     last, run.window_is_open, run.stop_was_voted = window.micro_batches[-1], False, result.stop == 1
-    if loop.windows_seen == 1 and run.strategy.ranks_meet:
+    if loop.windows_seen in guards.data_checks and run.strategy.ranks_meet:
         guards.check_data(loop.train_loader, last.output)
     set_phase(progress.global_step, CALLBACKS)
     run.validation_follows = bool(loop.val_loaders) and _validation_follows(run, loop)

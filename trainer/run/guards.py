@@ -18,6 +18,7 @@ from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.unused_parameters import refuse_unstepped
 from lockstep.strategies.optimizers.hidden_state import held_by
 from lockstep.trainer.checkpoint import snapshot
+from lockstep.trainer.metrics.counts import watch_training
 from lockstep.trainer.run import saving
 from lockstep.trainer.setup.loaders import check_orders, check_rows
 
@@ -48,6 +49,9 @@ class Guards:
         """Whether no step has been seen yet to move a parameter."""
         self.unowned = {name: p for name, p in module.named_parameters() if name in unowned}
         """The trainable parameters that no optimizer steps."""
+        self.data_checks = (1, 5) if run.world_size > 1 else (1,)
+        """The steps after which `check_data` is called."""
+        self._counts = watch_training(run, module)
         self._noted = False
         self._logged: list[Any] = []
         self._before: list[int] | None = None
@@ -150,12 +154,13 @@ class Guards:
 
     def check_data(self, loader: ShardedLoader, output: Any = None) -> None:
         """Raise RuntimeError or ValueError, on all ranks, if they read in other orders where no step compares these, or
-        batches that were not weighted alike. Every rank calls it after the first step, with what that returned, and at
-        the end of epochs."""
+        batches that were not weighted alike. Every rank calls it after the first step and the fifth, with what that
+        returned, and at the end of epochs."""
         run = self.run
         self._weighs |= not self.module.automatic_optimization or _is_mean(output) or run.metrics.weighs
         check_orders(run, [] if run.strategy.capabilities.synchronous else [loader], "training")
         check_rows(run, [loader], self._weighs)
+        self._counts.compare()
 
     def check_unowned(self, optimizers: Sequence[Optimizer]) -> None:
         """After a backward: raise ValueError if a gradient has reached a parameter that no optimizer steps.

@@ -19,7 +19,6 @@ from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.launch.phase import AFTER_BACKWARD
 from lockstep.strategies.optimizers.closures import needs_closure
 from lockstep.trainer.checkpoint import snapshot
-from lockstep.trainer.metrics.counts import watch_training
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import saving
@@ -121,7 +120,6 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     _train_mode(module)
     strategy.adopt_changes(run.wrapped)  # what configure_optimizers and on_load_checkpoint did
 
-    watch_training(run, module)
     training_step = training_step_of(module)
     transfer = transfer_of(module, run.datamodule, strategy.to_device, strategy.topology.device)
     return FitLoop(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.callbacks import Callback
 from lockstep.strategies.sync.buffers import refusing_counts
-from lockstep.strategies.sync.counts import PartialCounts
+from lockstep.strategies.sync.counts import GrowingCounts, PartialCounts
 from lockstep.trainer.metrics.counts import CountsWatch
 from tests.trainer.test_user_code import Base, batches, quiet
 
@@ -141,6 +141,60 @@ class CountsToo(Callback):
         self.is_watched = any(isinstance(owner, CountsWatch) for owner in owners)
 
 
+@pytest.mark.parametrize(
+    ("values", "counts"),
+    [
+        ({"correct": [0, 3, 3, 5, 9]}, True),
+        ({"last": [0, 3, 1, 5, 9]}, False),
+        ({"largest": [0, 3, 3, 3, 3]}, False),
+        ({"loss": [0, 0.5, 1, 1.5, 2]}, False),
+        ({"resident": [2**28, 2**28 + 1, 2**28 + 2, 2**28 + 3, 2**28 + 4]}, False),
+        ({"elapsed_ms": [0, 1, 2, 3, 4]}, False),
+        ({"correct": [0, 3, 4]}, None),
+    ],
+)
+def test_what_may_count_are_whole_numbers_that_never_fall(values: dict[str, list[float]], counts: bool | None) -> None:
+    ((name, numbers),) = values.items()
+    model = Model()
+    growing = GrowingCounts({"": model})
+    for number in numbers:
+        vars(model)[name] = number
+        growing.look()
+    assert growing.found() == (None if counts is None else [name] * counts)
+    assert growing.done is (len(numbers) > 4)
+
+
+class Correct(Base):
+    """What counts guesses, on this rank or on all, and what differs by rank otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.correct = self.of_all = self.validated = self.last = 0
+        self.elapsed_ms = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = 1 + self.global_rank + batch_idx % 2
+        self.correct += found
+        self.of_all += int(self.sum_over_ranks(found))
+        self.last = (7 * batch_idx) % (3 + self.global_rank)
+        self.elapsed_ms += 5 + self.global_rank
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated += 1 + 4 * self.global_rank + batch_idx % 2
+
+
+@pytest.mark.ranks
+def test_counts_that_differ_between_ranks_are_named(capfd: pytest.CaptureFixture[str]) -> None:
+    options = {"strategy": "ddp", "devices": 2, "accelerator": "cpu", "num_sanity_val_steps": 2}
+    with warnings.catch_warnings():  # which the ranks print
+        warnings.simplefilter("always")
+        quiet(max_epochs=1, **options).fit(Correct(), batches(96, torch.float32), batches(96))
+    lines = [line for line in capfd.readouterr().err.splitlines() if "count something else on each rank" in line]
+    named = [line.split("one process: ")[1].split("; ")[0] for line in lines]
+    assert [name.split(" (")[0] for name in named] == ["correct", "validated"]
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "named"),
@@ -157,7 +211,7 @@ def test_counts_of_a_run_are_named_on_one_rank(
     with warnings.catch_warnings(record=True) as caught:  # those of this process; ranks print theirs
         warnings.simplefilter("always")
         trainer = quiet(
-            strategy=strategy, devices=2, accelerator="cpu", split_batches=True, max_epochs=2, callbacks=[CountsToo()]
+            strategy=strategy, devices=2, accelerator="cpu", split_batches=True, max_epochs=3, callbacks=[CountsToo()]
         )
         trainer.fit(Counts(), batches(16, torch.float32), batches(16))
     assert not trainer.callbacks[0].is_watched, "nothing is called once it is known"
