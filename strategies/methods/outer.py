@@ -317,8 +317,7 @@ def _compressed(
     some = {name: weight for name, weight in weights.items() if weight.numel()}
     means = compression.reduce(some, [[tensors[i] for i in sent] for tensors in moved], 1.0)
     made = {name: mean for name, mean in zip(some, means, strict=True) if mean is not None}
-    are_finite = all(bool(tensor.isfinite().all()) for tensors in moved for tensor in tensors)
-    check_means(compression.compressor, made, are_finite, len(assignment), group)
+    check_means(compression.compressor, [each for tensors in moved for each in tensors], made, len(assignment), group)
     compression.commit(optimizer)
     found = dict(zip(sent, means, strict=True))
     return [weight if (mean := found.get(i)) is None else mean for i, weight in enumerate(weights.values())]

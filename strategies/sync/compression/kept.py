@@ -124,24 +124,22 @@ def check_memory(compressor: Compressor, marks: Sequence[Tensor]) -> None:
 
 def check_means(
     compressor: Compressor,
+    inputs: Sequence[Tensor],
     means: Mapping[str, Tensor],
-    are_inputs_finite: bool,
     num_ranks: int,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Raises FloatingPointError or RuntimeError, on all ranks, if `decode` has made of finite numbers what is not, or
-    not the same on all ranks, by the name of the parameter. Every rank calls it."""
+    """Raises FloatingPointError or RuntimeError, on all ranks, if a user's `decode` has made of `inputs` that are
+    finite `means` that are not, or not the same on all ranks, by the name of the parameter. Every rank calls it."""
     if _is_ours(compressor):
         return
-    mine = torch.tensor([[checksum(mean), bool(mean.isfinite().all())] for mean in means.values()])
-    rows, finite = [torch.empty_like(mine) for _ in range(num_ranks)], torch.tensor([are_inputs_finite])
-    all_finite = [torch.empty_like(finite) for _ in range(num_ranks)]
+    were_finite = all(bool(tensor.isfinite().all()) for tensor in inputs)
+    facts = [[checksum(mean), bool(mean.isfinite().all())] for mean in means.values()]
+    mine = torch.tensor([*facts, [0, were_finite]])
+    rows = [torch.empty_like(mine) for _ in range(num_ranks)] if num_ranks > 1 else [mine]
     if num_ranks > 1:
         dist.all_gather(rows, mine, group=group)
-        dist.all_gather(all_finite, finite, group=group)
-    else:
-        rows, all_finite = [mine], [finite]
-    if not all(all_finite):  # a loss or the end of training says so, by the learner
+    if not all(row[-1, 1] for row in rows):  # a loss or the end of training says so, by the learner
         return
     for i, name in enumerate(means):
         if not all(row[i, 1] for row in rows):
