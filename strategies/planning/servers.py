@@ -106,9 +106,11 @@ class _Host:
         arrived = [torch.ones(self.nbytes, dtype=torch.uint8) for _ in range(self._rank.num_ranks - 1)]  # 1: there
         while arrived:
             self._add(arrived.pop(0))
+        without = {id(p) for p in self._rank.wrapped.parameters() if p.grad is None}
         for server, sums in zip(self.servers.values(), self._sums, strict=True):
             server.put_numbers(post)
-            server.take(sums, scale=1.0)
+            have = zip(server.own, sums, strict=True)
+            server.take([None if worker in without else value for worker, value in have], scale=1.0)
         self._sums, self._pushed, self.version = [], 0, clock + 1
         self._clip(post)
         for server in self.servers.values():

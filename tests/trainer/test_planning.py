@@ -366,6 +366,8 @@ def test_memory_of_a_parameter_server_is_that_of_workers_and_hosts() -> None:
     assert 2 * size <= holder.optimizer < 2 * size + 100 and other.optimizer == 0
     assert 5 * size <= holder.host < 7 * size, "its copy, state, two versions and gradients"
     assert {(call.op, call.phase) for call in holder.collectives} == {("send", "round"), ("recv", "round")}
+    module.net[0].requires_grad_(False)
+    assert of_net(ParameterServer(), 2, module).ranks[0].optimizer < size, "a frozen layer has no state"
     (alike,) = of_net(ParameterServer(servers=2, staleness=0), 2, module).ranks
     norms = [call for call in alike.collectives if call.op == "all-reduce"]
     assert alike.role == "all ranks" and alike.host < holder.host and [call.bytes for call in norms] == [16 * 4]
