@@ -109,9 +109,9 @@ class GrowingCounts:
         return [name for name in self._seen[-1] if not _DIFFERS.search(name) and self._growths(name) > 1]
 
     def values(self, names: Iterable[str]) -> list[float]:
-        """What the numbers are now; NaN for one that does not count on this rank."""
+        """What the numbers are now; NaN for one that has not grown on this rank, such as of what rank 0 writes."""
         now = dict(_numbers(self._owners))
-        return [now.get(name, math.nan) if self._growths(name) >= 0 else math.nan for name in names]
+        return [now.get(name, math.nan) if self._growths(name) > 0 else math.nan for name in names]
 
     def _growths(self, name: str) -> int:
         """In how many looks the number had grown; -1 if it does not count."""

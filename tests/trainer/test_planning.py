@@ -20,7 +20,9 @@ from torchmetrics.classification import MulticlassAccuracy
 from examples.digits import Digits, DigitsData
 from examples.gpt import Text, TextModel
 from lockstep import DataModule, Module, Trainer, split_parameters
-from lockstep.callbacks import CommunicationLedger
+from lockstep.callbacks import Callback, CommunicationLedger
+from lockstep.callbacks._support.collectives import collective
+from lockstep.callbacks._support.local_ops import LocalOps, watching
 from lockstep.strategies import DDP, FSDP, DeepSpeed, DiLoCo, Federated, LocalSGD, ParameterServer, Pipeline
 from lockstep.strategies.methods.parameter_server import links
 from lockstep.strategies.planning.plan import Plan
@@ -305,6 +307,67 @@ def test_parameters_that_deepspeed_offloads_are_copied_where_ranks_gather_them()
             assert copied["to device", phase] == gathered[phase] / 2
         assert half <= copied["to host", "backward" if steps_on_host else "optimizer"] < 1.5 * half
         assert away.steps_on_host == steps_on_host
+
+
+class Adversaries(Module):
+    """Two networks, each stepped by hand."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.critic = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        of_generator, of_critic = self.optimizers()
+        for optimizer, loss in (
+            (of_critic, lambda: self.critic(self.generator(batch[0]).detach()) - self.critic(batch[0])),
+            (of_generator, lambda: -self.critic(self.generator(batch[0]))),
+        ):
+            optimizer.zero_grad()
+            self.manual_backward(loss().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(net.parameters()) for net in (self.generator, self.critic)]
+
+
+class OfSteps(Callback):
+    """Collectives from the end of the second step to that of the fourth: what a ledger sees begins with a batch."""
+
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        self.found: Counter[tuple[str, int]] = Counter()
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.watch = watching(LocalOps(self._see))
+        elif batch_idx == 3:
+            self.watch.close()
+            del self.watch
+
+    def _see(self, op: Any, args: tuple[Any, ...], result: Any) -> None:
+        if (call := collective(op, args, result)) is not None:
+            self.found[call.kind, call.num_bytes] += 1
+
+
+@pytest.mark.ranks
+def test_collectives_of_steps_by_hand_are_those_of_a_run() -> None:
+    """Parameters outside of blocks are gathered before the batch begins, and after each optimizer."""
+    options = QUIET | {"gradient_clip_val": None, "max_steps": 6}
+    (rank,) = plan(Trainer(strategy="fsdp", devices=2, **options), Adversaries(), loader(100)).ranks
+    watch = OfSteps()
+    Trainer(strategy="fsdp", devices=2, callbacks=[watch], **options).fit(Adversaries(), loader(100))
+    planned_calls = {op: 2 * calls for op, calls in _calls(rank.collectives).items()}
+    counted_calls: Counter[str] = Counter()
+    for (op, _), calls in watch.found.items():
+        counted_calls[op] += calls
+    assert planned_calls == counted_calls == {"all-gather": 6, "reduce-scatter": 4}
+    assert 2 * sum(call.bytes for call in rank.collectives) == sum(n * calls for (_, n), calls in watch.found.items())
+
+
+def _calls(collectives: Any) -> dict[str, int]:
+    return {call.op: sum(c.calls for c in collectives if c.op == call.op) for call in collectives}
 
 
 class Servers(Net):

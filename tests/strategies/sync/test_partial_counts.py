@@ -169,7 +169,7 @@ class Correct(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.correct = self.of_all = self.validated = self.last = 0
+        self.correct = self.of_all = self.validated = self.last = self.written = 0
         self.elapsed_ms = 0.0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -178,6 +178,7 @@ class Correct(Base):
         self.of_all += int(self.sum_over_ranks(found))
         self.last = (7 * batch_idx) % (3 + self.global_rank)
         self.elapsed_ms += 5 + self.global_rank
+        self.written += self.global_rank == 0
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
