@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.modules.blocks import is_of_user
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.trainer.checkpoint.rank_state import on_device_of, torchmetrics_of
 from lockstep.trainer.metrics.gathering import gather_values
+from lockstep.trainer.metrics.model_parts import Parts
 from lockstep.trainer.metrics.sync import refuse_windows, uncached
 from lockstep.trainer.seeding import derive
 from lockstep.trainer.setup.user_state import UserState
@@ -36,7 +36,8 @@ class Shares:
 
     def __init__(self, run: RunState, module: Module) -> None:
         self._run, self._module = run, module
-        self.state = UserState(run, module)
+        self._parts = Parts(module)
+        self.state = UserState(run, self._parts)
         self._keeps_state = False
         self.place: tuple[str | int, ...] = ("outside",)
         """Names what is computed now: all random streams are functions of the run's seed and this."""
@@ -123,19 +124,18 @@ class Shares:
     # ---- buffers follow the first share; other state of the model may not change in a share ------------
 
     def _begin(self) -> None:
-        self._metrics = torchmetrics_of(self._module)
+        parts = self._parts.now()
+        self._metrics = parts.metrics
         if self._run.evaluating:
             return
-        inner = {child for metric in self._metrics.values() for child in metric.modules()}
-        modules = [module for module in self._module.modules() if module not in inner]
+        self._modules = [module for _, module in parts.parts]
+        self._users = [module for _, module in parts.users]
         self._buffers = [
             _Buffer(module, name)
-            for module in modules
+            for module in self._modules
             for name, buffer in module._buffers.items()
             if buffer is not None and is_here(buffer)
         ]
-        self._modules = modules
-        self._users = [module for module in modules if is_of_user(module)]
         self._values, self._rates = self._now(), self._rates_now()
 
     def _end_share(self) -> None:

@@ -16,6 +16,7 @@ from lockstep.strategies.base import StepHooks
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.losses import split_loss
 from lockstep.strategies.modules.absent import is_here
+from lockstep.trainer.metrics.model_parts import Parts
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run.hooks import overrides
@@ -78,7 +79,7 @@ def with_local_steps(run: RunState, hooks: StepHooks, clip: Callable[[Optimizer]
     """`hooks` for a strategy whose `forward_backward` steps optimizers itself, on parts of a window."""
 
     assert run.module is not None
-    state = UserState(run, run.module)
+    state = UserState(run, Parts(run.module))
 
     def prepare(window: Window) -> Iterator[MicroBatch]:
         assert hooks.prepare is not None

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.modules.blocks import is_of_user
 from lockstep.strategies.sync.contents import checksum
-from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
+from lockstep.trainer.metrics.model_parts import ModelParts, Parts
 
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
@@ -52,13 +51,12 @@ _NOT_THEIRS = frozenset(vars(nn.Module())) | {"trainer", "_trainer", "_module", 
 class UserState:
     """Keeps apart what user code remembers while shares of this rank run."""
 
-    def __init__(self, run: RunState, module: nn.Module) -> None:
-        self._run, self._module = run, module
+    def __init__(self, run: RunState, parts: Parts) -> None:
+        self._run, self._parts = run, parts
         self._share: int | None = None
         self._before = _NOTHING
         self._grown: dict[str, _Grown] = {}
         self._counted: dict[str, _Counted] = {}
-        self._model = _Model(module)
         self.is_open = False
 
     def begin(self, share: int | None, at_once: bool = False) -> None:
@@ -105,9 +103,7 @@ class UserState:
         self._before = _NOTHING
 
     def _found(self) -> _Found:
-        if not self._model.holds():
-            self._model = _Model(self._module)
-        return _found(self._run, self._model)
+        return _found(self._run, self._parts.now())
 
 
 class _Items(NamedTuple):
@@ -228,25 +224,7 @@ def is_users_class(kind: type) -> bool:
     return kind.__module__.partition(".")[0] not in _OTHERS
 
 
-class _Model:
-    """The parts of a module, walked through once."""
-
-    def __init__(self, module: nn.Module) -> None:
-        of_metrics = {part for metric in torchmetrics_of(module).values() for part in metric.modules()}
-        all_parts = list(module.named_modules())
-        self.parts = [(name, part) for name, part in all_parts if part not in of_metrics]
-        self.users = [(f"{name}." if name else "", part) for name, part in self.parts if is_of_user(part)]
-        self.parameters = list(module.named_parameters())
-        self.known = [*(part for _, part in all_parts), *(p for _, p in self.parameters), *module.buffers()]
-        tables = [table for _, part in all_parts for table in (part._modules, part._parameters, part._buffers)]
-        self._tables = [(table, [*map(id, table.values())]) for table in tables]
-
-    def holds(self) -> bool:
-        """Whether the module has the same parts, parameters and buffers as then."""
-        return all([*map(id, table.values())] == held for table, held in self._tables)
-
-
-def _found(run: RunState, model: _Model) -> _Found:
+def _found(run: RunState, model: ModelParts) -> _Found:
     """Marks of all that user code remembers outside of parameters, buffers and optimizer state."""
     search = _Search([*model.known, *run.streams.values()])
     for name, part in model.parts:

@@ -1,0 +1,40 @@
+"""The layers of a module, as they are asked for in each step."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lockstep.strategies.modules.blocks import is_of_user
+from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
+
+
+class ModelParts:
+    """The parts of a module, walked through once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.metrics = torchmetrics_of(module)
+        of_metrics = {part for metric in self.metrics.values() for part in metric.modules()}
+        all_parts = list(module.named_modules())
+        self.parts = [(name, part) for name, part in all_parts if part not in of_metrics]
+        self.users = [(f"{name}." if name else "", part) for name, part in self.parts if is_of_user(part)]
+        self.parameters = list(module.named_parameters())
+        self.known = [*(part for _, part in all_parts), *(p for _, p in self.parameters), *module.buffers()]
+        tables = [table for _, part in all_parts for table in (part._modules, part._parameters, part._buffers)]
+        self._tables = [(table, [*map(id, table.values())]) for table in tables]
+
+    def holds(self) -> bool:
+        """Whether the module has the same parts, parameters and buffers as then."""
+        return all([*map(id, table.values())] == held for table, held in self._tables)
+
+
+class Parts:
+    """Walks through a module again when it has others."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._known: ModelParts | None = None
+
+    def now(self) -> ModelParts:
+        if self._known is None or not self._known.holds():
+            self._known = ModelParts(self.module)
+        return self._known
