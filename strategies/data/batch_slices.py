@@ -9,35 +9,75 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
+
+from lockstep.strategies.data.sample_axis import ACROSS, JOINED, ROWS, WHOLE, Repeated, Shown, is_plain_object, items_of
 
 
-def cut(batch: Any, num_rows: int, num_parts: int) -> list[tuple[Any, int]]:
+class Rows:
+    """Which values of the batches of a run have a row a sample: as the collate function has `shown`, else by their
+    number of rows in the first batch."""
+
+    def __init__(self, shown: Shown | None = None) -> None:
+        self._shown, self.repeated = shown or Shown(), Repeated()
+        self._first: dict[tuple[str, int], bool] = {}
+
+    def of(self, value: Any, path: str) -> int | None:
+        """What the collate function has shown of a tensor, array, list or tuple. Raises ValueError if its samples are
+        not along its first dimension."""
+        shown = self._shown.of(path, value)
+        if shown in (ACROSS, JOINED):
+            where = "in another dimension than the first" if shown == ACROSS else "joined, several rows for each"
+            size = f"a {type(value).__name__} of {len(value)}"
+            size = size if isinstance(value, list | tuple) else f"of shape {list(value.shape)}"
+            raise ValueError(
+                f"a pipeline splits batches along the first dimension of their tensors, but {path} ({size}) has the "
+                f"samples {where}; put samples first and pad them in collate_fn, or give Pipeline(num_micro_batches=1)"
+            )
+        return shown
+
+    def has(self, value: Any, path: str, num_rows: int) -> bool:
+        """Whether a tensor or array is to be cut in a batch of `num_rows` samples. Raises ValueError if it seemed so
+        in the first batch, but cannot be."""
+        fits, shown = len(value) == num_rows, self.of(value, path)
+        if shown is not None:
+            return fits and shown == ROWS
+        first = self._first.setdefault((path, value.ndim), fits)
+        if first and not fits:
+            raise ValueError(
+                f"{path} had as many rows as samples in an earlier batch, along which a pipeline has split it, but has "
+                f"{len(value)} in a batch of {num_rows} samples, so its rows were not samples; make it in "
+                "training_step or keep it in the module, or repeat it for each sample in the loader"
+            )
+        if first and fits:
+            self.repeated.see(path, value)
+        return first and fits
+
+
+def cut(batch: Any, num_rows: int, num_parts: int, rows: Rows | None = None) -> list[tuple[Any, int]]:
     """`batch` in at most `num_parts` parts, larger ones first, with the number of rows of each.
 
     Tensors and arrays whose first dimension is `num_rows` are cut, as are lists and tuples of one item a sample; so is
     what named tuples, dataclasses, mappings, other lists and objects with a `to` of their own hold. All else is given
-    to each part whole. Raises ValueError for an object with a tensor of another first dimension, and for a list of
-    which it is not clear what its items are.
+    to each part whole, and so is what `rows` knows to be the same for all samples. Raises ValueError for an object with
+    a tensor of another first dimension, and for a list of which it is not clear what its items are.
     """
     num_parts = max(1, min(num_parts, num_rows))
     if num_parts == 1:
         return [(batch, num_rows)]
     size, larger = divmod(num_rows, num_parts)
-    parts, start = [], 0
+    parts, start, rows = [], 0, rows or Rows()
     for i in range(num_parts):
         stop = start + size + (i < larger)
-        parts.append((_rows(batch, num_rows, start, stop), stop - start))
+        parts.append((_Part(rows, num_rows, start, stop).of(batch, "batch"), stop - start))
         start = stop
+    rows.repeated.end_batch("pipeline")
     return parts
 
 
-def rebuilt(batch: Any, num_rows: int) -> Any:
+def rebuilt(batch: Any) -> Any:
     """The same tensors in containers of their own, where `cut` can make these."""
-    try:
-        return _rows(batch, num_rows, 0, num_rows)
-    except ValueError:
-        return batch
+    return _Part(Rows(), 0, 0, 0).of(batch, "batch")
 
 
 def copied(batch: Any) -> Any:
@@ -89,55 +129,73 @@ def signature(batch: Any) -> Any:
 
 
 def _items(batch: Any) -> list[Any]:
-    """What `batch` holds; nothing if it is not a container."""
-    if isinstance(batch, Mapping):
-        return list(batch.values())
-    if isinstance(batch, (list, tuple)):
-        return list(batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return [getattr(batch, f.name) for f in dataclasses.fields(batch)]
-    return [*vars(batch).values()] if _is_plain_object(batch) else []
+    return [item for _, item in items_of(batch, "")]
 
 
-def _is_plain_object(batch: Any) -> bool:
-    """Whether it is an object of a class of the user's that moves itself to a device, as batches do."""
-    return (
-        not isinstance(batch, (Tensor, nn.Module, type))
-        and callable(getattr(batch, "to", None))
-        and hasattr(batch, "__dict__")
-    )
+@dataclasses.dataclass
+class _Part:
+    """Rows from `start` to `stop` of a batch of `num_rows` samples; of no samples: all, in containers of its own."""
 
+    rows: Rows
+    num_rows: int
+    start: int
+    stop: int
 
-def _rows(batch: Any, num_rows: int, start: int, stop: int) -> Any:
-    part: Any
-    if isinstance(batch, Tensor | np.ndarray):
-        if batch.ndim == 0 or len(batch) != num_rows:
+    def of(self, batch: Any, path: str, owner: str = "") -> Any:
+        """`owner`: the class of the object that holds it, of which only tensors with a row a sample make clear what its
+        parts are."""
+        if isinstance(batch, Tensor | np.ndarray):
+            return self._tensor(batch, path, owner)
+        if isinstance(batch, Mapping):
+            return self._mapping(batch, path, owner)
+        if isinstance(batch, (list, tuple)):
+            return self._list(batch, path, owner)
+        if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+            part = copy.copy(batch)
+            for field in dataclasses.fields(batch):
+                held = self.of(getattr(batch, field.name), f"{path}.{field.name}", owner)
+                object.__setattr__(part, field.name, held)
+            return part
+        if is_plain_object(batch):
+            part = copy.copy(batch)
+            for name, value in vars(batch).items():
+                part.__dict__[name] = self.of(value, f"{path}.{name}", type(batch).__name__)
+            return part
+        return batch
+
+    def _tensor(self, batch: Any, path: str, owner: str) -> Any:
+        if batch.ndim == 0 or not self.num_rows:
             return batch
-        own = batch[start:stop]
-        return (
-            own if isinstance(own, np.ndarray) or own.requires_grad else own.data
-        )  # with its own version: changing it changes no other rows
-    if isinstance(batch, Mapping):
-        rows = {key: _rows(value, num_rows, start, stop) for key, value in batch.items()}
+        if not self.rows.has(batch, path, self.num_rows):
+            if owner and self.rows.of(batch, path) != WHOLE:
+                raise ValueError(
+                    f"a batch of class {owner} cannot be split, as the first dimension of {path} (shape "
+                    f"{list(batch.shape)}) is not the number of samples, {self.num_rows}; return a dict, a named tuple "
+                    "or a dataclass from the loader"
+                )
+            return batch
+        own = batch[self.start : self.stop]
+        # with its own version: changing it changes no other rows
+        return own if isinstance(own, np.ndarray) or own.requires_grad else own.data
+
+    def _mapping(self, batch: Any, path: str, owner: str) -> Any:
+        rows = {key: self.of(value, f"{path}[{key!r}]", owner) for key, value in batch.items()}
         if type(batch) is dict or not isinstance(batch, MutableMapping):
             return rows
         part = copy.copy(batch)
         part.update(rows)
         return part
-    if isinstance(batch, (list, tuple)):
-        if len(batch) == num_rows and not has_rows(batch, num_rows):  # one item a sample
-            return batch[start:stop]
-        _check_items(batch, num_rows)
-        items = [_rows(item, num_rows, start, stop) for item in batch]
-        return items if isinstance(batch, list) else type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        part = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            object.__setattr__(part, field.name, _rows(getattr(batch, field.name), num_rows, start, stop))
-        return part
-    if _is_plain_object(batch):
-        return _object_rows(batch, num_rows, start, stop)
-    return batch
+
+    def _list(self, batch: Any, path: str, owner: str) -> Any:
+        is_named = hasattr(batch, "_fields")
+        shown = self.rows.of(batch, path) if self.num_rows and not is_named else None
+        if len(batch) == self.num_rows and self.num_rows:
+            if shown == ROWS or (shown is None and not has_rows(batch, self.num_rows)):  # one item a sample
+                return batch[self.start : self.stop]
+            if shown is None:
+                _check_items(batch, self.num_rows)
+        items = [self.of(item, at, owner) for at, item in items_of(batch, path)]
+        return items if isinstance(batch, list) else type(batch)(*items) if is_named else tuple(items)
 
 
 def _check_items(batch: Sequence[Any], num_rows: int) -> None:
@@ -150,20 +208,3 @@ def _check_items(batch: Sequence[Any], num_rows: int) -> None:
             f"{num_rows} samples: it may hold one tensor a sample, or tensors of one row a sample; let the loader pad "
             "and stack them, or return a dict"
         )
-
-
-def _object_rows(batch: Any, num_rows: int, start: int, stop: int) -> Any:
-    """A shallow copy with the rows of each tensor; only where every tensor has one row a sample is it clear what the
-    object's parts are."""
-    for name, value in vars(batch).items():
-        odd = [t for t in tensors_of(value) if t.dim() and len(t) != num_rows]
-        if odd:
-            raise ValueError(
-                f"a batch of class {type(batch).__name__} cannot be split, as the first dimension of its {name} "
-                f"(shape {list(odd[0].shape)}) is not the number of samples, {num_rows}; return a dict, a named tuple "
-                "or a dataclass from the loader"
-            )
-    part = copy.copy(batch)
-    for name, value in vars(batch).items():
-        part.__dict__[name] = _rows(value, num_rows, start, stop)
-    return part

@@ -1,15 +1,203 @@
-"""Cutting a batch along its samples, if it is certain where these lie."""
+"""Where the samples of a batch lie, and cutting it along them if that is certain."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
+import random
+import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from lockstep.strategies.launch.rng import kept_streams
 
 _WHOLE = (str, bytes, bool, int, float, complex, type(None))
+
+ROWS, WHOLE, ACROSS, JOINED = 1, 2, 3, 4
+"""A value has a row (a list an item) for each sample; is the same for all samples; has its samples in another dimension
+than the first; has the rows of all samples one after the other, several for each."""
+
+_SLOTS = 4096
+
+
+class Shown:
+    """What a collate function shows of where the samples of its batches lie: once it makes two batches of the samples
+    of one, and compares their shapes. Also in a DataLoader's workers, which share the table."""
+
+    def __init__(self) -> None:
+        self._table = torch.zeros(_SLOTS, dtype=torch.int64).share_memory_()
+
+    def of(self, path: str, value: Any) -> int | None:
+        """`ROWS`, `WHOLE`, `ACROSS` or `JOINED`; None for a tensor or list that was not in these batches."""
+        key = _key(path, value)
+        entry = int(self._table[key % _SLOTS])
+        return entry & 7 if entry >> 3 == key else None
+
+    def collating(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`collate_fn`, learning from what it is given."""
+        return _Collate(collate_fn, self)
+
+    def learn(self, batch: Any, n: int, parts: tuple[Any, Any], k: int) -> None:
+        """Compare a batch of `n` samples with one of its first `k` samples and one of the others."""
+        one, other = (dict(sized(part, "batch")) for part in parts)
+        found: dict[int, int] = {}
+        for path, value in sized(batch, "batch"):
+            shapes = [_shape(held[path]) for held in (one, other) if path in held] + [_shape(value)]
+            if len(shapes) < 3 or len({len(shape) for shape in shapes}) > 1:
+                continue
+            sizes = list(zip(*shapes, strict=True))
+            along = [dim for dim, lengths in enumerate(sizes) if lengths == (k, n - k, n)]
+            joined = sizes[0][0] + sizes[0][1] == sizes[0][2] > 0
+            verdict = (ROWS if along[0] == 0 else ACROSS) if along else JOINED if joined else WHOLE
+            found[_key(path, value)] = verdict
+        if ROWS in found.values():  # else it makes batches of another size than it is asked for
+            for key, verdict in found.items():
+                self._table[key % _SLOTS] = key << 3 | verdict
+
+
+class Repeated:
+    """Warns of tensors that were split by their number of rows alone if the first two batches have the same values
+    there, and others elsewhere: as class weights and masks do, and samples rarely."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, Any] = {}
+        self._now: dict[str, Any] | None = {}
+
+    def see(self, path: str, value: Any) -> None:
+        """A tensor or array of this batch is split."""
+        if self._now is not None:
+            self._now[path] = value
+
+    def end_batch(self, strategy: str) -> None:
+        if not self._now:
+            return
+        if not self._first:
+            self._first, self._now = self._now, {}
+            return
+        both = [
+            (path, torch.as_tensor(self._first[path]), torch.as_tensor(v))
+            for path, v in self._now.items()
+            if path in self._first
+        ]
+        alike = [path for path, one, other in both if _same(one, other)]
+        named = [path for path, one, other in both if path in alike and not _same(one, one[:1].expand_as(one))]
+        if named and len(alike) < len(both):
+            warnings.warn(
+                f"{', '.join(named)} had the same values in the first two batches, and strategy {strategy!r} has split "
+                "it, as it has as many rows as there are samples; if it is not of the samples, keep it in the module "
+                "(register_buffer) instead of the batch, else ignore this",
+                stacklevel=2,
+            )
+        self._first, self._now = {}, None
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+class _Collate:
+    def __init__(self, collate_fn: Callable[[Any], Any], shown: Shown) -> None:
+        self._collate_fn, self._shown, self._trials = collate_fn, shown, 2
+
+    def __call__(self, samples: Any) -> Any:
+        again = _repeatable(self._collate_fn) if self._trials and isinstance(samples, list) else None
+        if again is None or len(samples) < 2:
+            return self._collate_fn(samples)
+        self._trials -= 1
+        k = len(samples) - 1
+        try:
+            with kept_streams():
+                kept = copy.deepcopy(samples)  # which a collate function may change
+                parts = again(kept[:k]), again(kept[k:])
+        except Exception:  # some cannot make a batch of one sample
+            return self._collate_fn(samples)
+        batch = self._collate_fn(samples)
+        self._shown.learn(batch, len(samples), parts, k)
+        return batch
+
+
+def _repeatable(collate_fn: Any) -> Any:
+    """`collate_fn` so that a call changes nothing that it keeps; None if it draws from a generator of its own."""
+    owner = getattr(collate_fn, "__self__", collate_fn)
+    function = getattr(collate_fn, "__func__", collate_fn)
+    if isinstance(collate_fn, functools.partial):
+        inner = _repeatable(collate_fn.func)
+        held: list[Any] = [*collate_fn.args, *collate_fn.keywords.values()]
+        return (
+            None if inner is None or _draws(held) else functools.partial(inner, *collate_fn.args, **collate_fn.keywords)
+        )
+    code = getattr(function, "__code__", None)
+    held = [*getattr(owner, "__dict__", {}).values()]
+    if code is not None:
+        held += [function.__globals__.get(name) for name in code.co_names]
+        held += [cell.cell_contents for cell in function.__closure__ or () if _is_full(cell)]
+    if _draws(held):
+        return None
+    if owner is collate_fn:
+        return collate_fn if code is not None else copy.copy(collate_fn)
+    return MethodType(function, copy.copy(owner))
+
+
+def _draws(held: list[Any]) -> bool:
+    return any(
+        isinstance(v, torch.Generator | np.random.Generator | np.random.RandomState | random.Random) for v in held
+    )
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def sized(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every list, and every tensor and array with a dimension, in a batch, with its path."""
+    if isinstance(value, Tensor | np.ndarray):
+        if value.ndim:
+            yield path, value
+        return
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        yield path, value
+    for at, item in items_of(value, path):
+        yield from sized(item, at)
+
+
+def items_of(value: Any, path: str) -> list[tuple[str, Any]]:
+    """What a container holds, with its paths; nothing of a value that holds none."""
+    if isinstance(value, Mapping):
+        return [(f"{path}[{key!r}]", item) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        names = [f".{name}" for name in getattr(value, "_fields", ())] or [f"[{i}]" for i in range(len(value))]
+        return [(path + name, item) for name, item in zip(names, value, strict=True)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f"{path}.{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return [(f"{path}.{name}", item) for name, item in vars(value).items()] if is_plain_object(value) else []
+
+
+def is_plain_object(batch: Any) -> bool:
+    """Whether it is an object of a class of the user's that moves itself to a device, as batches do."""
+    return (
+        not isinstance(batch, (Tensor, nn.Module, type))
+        and callable(getattr(batch, "to", None))
+        and hasattr(batch, "__dict__")
+    )
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return (len(value),) if isinstance(value, list | tuple) else tuple(value.shape)
+
+
+def _key(path: str, value: Any) -> int:
+    kind = "list" if isinstance(value, list | tuple) else str(value.ndim)
+    return zlib.crc32(path.encode()) << 26 | zlib.crc32(f"{kind}{path}".encode()) >> 6
 
 
 class SampleCutter:
@@ -21,12 +209,11 @@ class SampleCutter:
     batch may have shown.
 
     `stacks`: whether the loader is known to put samples first, as torch's own collate function does.
-    `single`: returns batches of one sample, made as the loader makes its own, which show where samples are in a square
-    one.
+    `shown`: what the collate function shows of where samples are, as in a square tensor.
     """
 
-    def __init__(self, stacks: bool = False, single: Callable[[], Iterator[Any]] = lambda: iter(())) -> None:
-        self.stacks, self._single = stacks, single
+    def __init__(self, stacks: bool = False, shown: Shown | None = None) -> None:
+        self.stacks, self._shown, self._repeated = stacks, shown or Shown(), Repeated()
         self._kinds: dict[str, str] = {}
         """What is known of the value at a path: its samples come first ("first"), or it is a list of "fields" or
         "samples"."""
@@ -39,15 +226,18 @@ class SampleCutter:
         size, larger = divmod(num_samples, num_slices)
         sizes = [size + (i < larger) for i in range(num_slices)]
         slices = self._cut(batch, "batch", num_samples, sizes)
+        self._repeated.end_batch("dp")
         return list(zip(slices, sizes, strict=True))
 
     def _cut(self, value: Any, path: str, num_samples: int, sizes: list[int]) -> list[Any]:
         if isinstance(value, _WHOLE):
             return [value] * len(sizes)
         if isinstance(value, Tensor | np.ndarray):
-            if not value.ndim:
+            if not value.ndim or self._shown.of(path, value) == WHOLE:
                 return [value] * len(sizes)
             self._check_first(value, path, num_samples)
+            if self._shown.of(path, value) is None:
+                self._repeated.see(path, value)
             return _ranges(value, sizes)
         if isinstance(value, Mapping):
             return self._fields(
@@ -86,15 +276,16 @@ class SampleCutter:
             return cuts
 
     def _check_first(self, value: Any, path: str, num_samples: int) -> None:
-        if len(value) != num_samples:
+        shown = self._shown.of(path, value)
+        if len(value) != num_samples or shown == JOINED:
             raise ValueError(
                 f"strategy 'dp' splits along the first dimension, which must be the samples, but {path} has shape "
                 f"{list(value.shape)} in a "
                 f"batch of {num_samples} samples; put the samples first in collate_fn, or use strategy='ddp'"
             )
-        if self.stacks or path in self._kinds:
+        if self.stacks or (path in self._kinds and shown != ACROSS):
             return
-        if value.ndim > 1 and value.shape[1] == num_samples and not self._is_first_in_single(value, path):
+        if shown == ACROSS or (value.ndim > 1 and value.shape[1] == num_samples and shown is None):
             raise ValueError(
                 f"strategy 'dp' splits along the first dimension, which must be the samples, but {path} has shape "
                 f"{list(value.shape)} in a "
@@ -103,17 +294,11 @@ class SampleCutter:
             )
         self._kinds[path] = "first"
 
-    def _is_first_in_single(self, value: Any, path: str) -> bool:
-        """Whether batches of one sample show that the first dimension is the samples, and not another one."""
-        for batch in self._single():
-            shape = next((tuple(found.shape) for at, found in _tensors(batch, "batch") if at == path), ())
-            if len(shape) == value.ndim and shape[:2] != (1, 1):
-                return shape[0] == 1
-        return False
-
     def _kind_of_list(self, value: Any, path: str, num_samples: int) -> str:
         """Whether a list or tuple has an item for each sample, or is one of fields."""
         known = self._kinds.get(path)
+        if (shown := self._shown.of(path, value)) in (ROWS, WHOLE):
+            known = "samples" if shown == ROWS else "fields"
         if not value or (len(value) != num_samples and known != "samples" and any(map(_has_tensor, value))):
             return "fields"  # whose own paths say what does not fit
         samples, fields = len(value) == num_samples, any(not isinstance(item, _WHOLE) for item in value)
@@ -146,21 +331,6 @@ def _is_field(value: Any, num_samples: int) -> bool:
     return False
 
 
-def _tensors(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every tensor or array in a batch, with its path as `SampleCutter` names it."""
-    if isinstance(value, Tensor | np.ndarray):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors(item, f"{path}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from _tensors(item, f"{path}.{value._fields[i]}" if hasattr(value, "_fields") else f"{path}[{i}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name), f"{path}.{field.name}")
-
-
 def _has_tensor(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_has_tensor, value.values()))
@@ -176,6 +346,3 @@ def _signature(value: Any) -> Any:
 def _ranges(value: Any, sizes: list[int]) -> list[Any]:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [value[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-
-
-__all__ = ["SampleCutter"]

@@ -15,6 +15,7 @@ from typing import Any
 
 from lockstep.strategies.data.batch_rows import guess_batch_size
 from lockstep.strategies.data.open_loader import source_of
+from lockstep.strategies.data.sample_axis import Shown
 from lockstep.strategies.data.source import Order, Share
 
 
@@ -264,6 +265,12 @@ class ShardedLoader:
         if share.planned:
             self._source.check_planned(0)
         return True
+
+    def learn_samples(self) -> Shown:
+        """From now on, learn from its collate function where samples are in batches; what is learned is returned."""
+        shown = Shown()
+        self._source = source_of(self.loader, replace(self._source.share, shown=shown), self._shuffle)
+        return shown
 
     def set_virtual(self, virtual: Sequence[int]) -> None:
         """Read the parts of other virtual ranks from the next `windows` on."""

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from torch.utils.data import default_collate
+
 from lockstep.strategies.data.batch_rows import count_samples, rows_each
+from lockstep.strategies.data.sample_axis import Shown
 
 Piece: TypeAlias = tuple[Any, int, int, int]
 """A micro-batch: (batch, samples of this rank, samples of all ranks, batches of the window that it ends, else 0)."""
@@ -37,6 +40,14 @@ class Share:
     """Virtual ranks, of `size`, that this rank runs one after the other; without them it is `rank` itself."""
     groups: int = 1
     """Groups of neighboring ranks, as many in each, that a micro-batch is cut into first: learners of local updates."""
+    shown: Shown | None = None
+    """What learns from a user's collate function where samples are in its batches."""
+
+    def collating(self, collate_fn: Any) -> Any:
+        """What to make batches with; torch's own collate function puts samples first."""
+        if self.shown is None or self.virtual or collate_fn is default_collate:
+            return collate_fn
+        return self.shown.collating(collate_fn)
 
     @property
     def own(self) -> tuple[int, ...]:

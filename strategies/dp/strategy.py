@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from lockstep.strategies.base import (
     NO_HOOKS,
@@ -37,7 +37,6 @@ from lockstep.strategies.dp.replicas import (
 )
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.program.contexts import refuse_contexts
-from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.losses import detach, split_loss
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, refuse_embeddings, remarked
@@ -119,10 +118,11 @@ class DataParallel(SPMDStrategy):
     def shard_loader(
         self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
     ) -> ShardedLoader:
+        sharded = super().shard_loader(loader, seed=seed, shuffle=shuffle, accumulate=accumulate, split=split)
         if self._cutter is None:  # the first loader is the one to train on
             stacks = isinstance(loader, DataLoader) and loader.collate_fn is default_collate
-            self._cutter = SampleCutter(stacks, functools.partial(_single, loader))
-        return super().shard_loader(loader, seed=seed, shuffle=shuffle, accumulate=accumulate, split=split)
+            self._cutter = SampleCutter(stacks, sharded.learn_samples())
+        return sharded
 
     def forward_backward(
         self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
@@ -227,20 +227,3 @@ class DataParallel(SPMDStrategy):
             for metric, copied in zip(metrics_of(model), metrics_of(other), strict=True):
                 if copied._update_count:
                     metric.merge_state(copied.to(metric.device))
-
-
-def _single(loader: Any) -> Iterator[Any]:
-    """Batches of one sample, of the first few of a map-style dataset, made by the loader's own collate function."""
-    if (
-        not isinstance(loader, DataLoader)
-        or loader.batch_sampler is None
-        or isinstance(loader.dataset, IterableDataset)
-    ):
-        return
-    for index in range(16):
-        with kept_streams():
-            try:
-                batch = loader.collate_fn([loader.dataset[index]])
-            except Exception:  # what the collate function drops, or the end of the dataset: the next, or none
-                continue
-        yield batch

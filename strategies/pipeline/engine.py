@@ -35,7 +35,7 @@ from lockstep.strategies.modules.model_changes import (
     remarked,
     shortened,
 )
-from lockstep.strategies.pipeline.microbatches import Feed, Tally, feeds_of, merged, without_weight
+from lockstep.strategies.pipeline.microbatches import Cutter, Feed, Tally, feeds_of, merged, without_weight
 from lockstep.strategies.pipeline.schedules import Schedule
 from lockstep.strategies.pipeline.stage_run import SENDS_ALL_GRADIENTS, SPLITS_EXACTLY, Layout, explained
 from lockstep.strategies.pipeline.staged_module import Staged
@@ -180,7 +180,7 @@ class Engine:
 class Engines:
     """The schedules of a run: one is built for each shape of parts, and the last two are kept.
 
-    `sizes` are the ranks of a pipeline and the parts of a micro-batch. `changed` returns the names of parameters whose
+    `sizes` are the ranks of a pipeline and what cuts micro-batches. `changed` returns the names of parameters whose
     `requires_grad` is not what it was.
     """
 
@@ -189,13 +189,13 @@ class Engines:
     def __init__(
         self,
         schedule: Schedule,
-        sizes: tuple[int, int],
+        sizes: tuple[int, Cutter],
         topology: Topology,
         precision: Precision,
         changed: Callable[[], list[str]],
     ) -> None:
         self._schedule, self._topology = schedule, topology
-        self._num_stage_ranks, self._num_parts = sizes
+        self._num_stage_ranks, self._cutter = sizes
         self._precision, self._changed = precision, changed
         self._known: dict[Any, Engine | None] = {}
         self.is_running = False
@@ -224,7 +224,7 @@ class Engines:
         for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
             before = send if i == last else None
             scale = 1 / window.num_samples
-            feeds = feeds_of(micro_batch, self._num_parts, step_fn, scale, (*noise, i), hooks, before, tally)
+            feeds = feeds_of(micro_batch, self._cutter, step_fn, scale, (*noise, i), hooks, before, tally)
             tally.outputs = []
             with kept_streams(), wrapped.state.micro_batch([p.num_samples for feed in feeds for p in feed.parts]):
                 for feed in feeds:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.strategies.base import Loss, StepFn, StepHooks
-from lockstep.strategies.data.batch_slices import copied, cut, has_rows, rebuilt, tensors_of
+from lockstep.strategies.data.batch_slices import Rows, copied, cut, has_rows, rebuilt, tensors_of
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import MicroBatch
 from lockstep.strategies.launch.rng import seed_streams
@@ -39,6 +39,10 @@ class Tally:
 
 
 PARTS = "a pipeline runs a step in parts, on each stage another one; call it in a hook, or use another strategy"
+BY_SCHEDULE = (
+    "a pipeline runs backward by its schedule, so it needs automatic optimization; "
+    "remove automatic_optimization = False, or use another strategy"
+)
 
 
 @dataclass(slots=True)
@@ -80,7 +84,7 @@ class Feed:
         seed_streams(mix(self.noise, index, 0))
         with refusing(PARTS, every=True):
             part = self.parts[index]
-            batch = rebuilt(part.batch, part.num_samples)  # which a step may change
+            batch = rebuilt(part.batch)  # which a step may change
             before = [(tensor, tensor._version) for tensor in tensors_of(batch)]
             try:
                 return self.step_fn(batch, self.batch_idx)
@@ -119,19 +123,27 @@ class Feed:
         return range(len(self.parts))
 
 
-def runs(micro_batch: MicroBatch, num_parts: int) -> list[list[Part]]:
+@dataclass(slots=True)
+class Cutter:
+    """How the micro-batches of a run are cut."""
+
+    num_parts: int
+    rows: Rows
+
+
+def runs(micro_batch: MicroBatch, cutter: Cutter) -> list[list[Part]]:
     """A micro-batch as runs of parts of equal size; a second run for the rest."""
     n = micro_batch.num_samples
     if not n:
         return []
-    if min(num_parts, n) > 1 and not has_rows(micro_batch.batch, n):
+    if min(cutter.num_parts, n) > 1 and not has_rows(micro_batch.batch, n):
         raise ValueError(
             f"a pipeline cuts batches along the first dimension of their tensors, "
             f"but none in this {type(micro_batch.batch).__name__} has the batch's {n} samples there; "
             "let the loader make tensors, or lists, dicts and dataclasses of them, or give "
             "Pipeline(num_micro_batches=1)"
         )
-    parts = [Part(batch, size) for batch, size in cut(micro_batch.batch, n, num_parts)]
+    parts = [Part(batch, size) for batch, size in cut(micro_batch.batch, n, cutter.num_parts, cutter.rows)]
     return [list(run) for _, run in groupby(parts, key=lambda part: part.num_samples)]
 
 
@@ -171,7 +183,7 @@ def _merged_items(outputs: list[tuple[Any, int]]) -> Any:
 
 def feeds_of(
     micro_batch: MicroBatch,
-    num_parts: int,
+    cutter: Cutter,
     step_fn: StepFn,
     scale: float,
     noise: Sequence[int],
@@ -180,7 +192,7 @@ def feeds_of(
     tally: Tally,
 ) -> list[Feed]:
     """The runs of a micro-batch; `before_last_backward` is called in the last of them."""
-    found = runs(micro_batch, num_parts)
+    found = runs(micro_batch, cutter)
     shared = frozenset(map(id, tensors_of(micro_batch.batch) if sum(map(len, found)) > 1 else ()))
     feeds = [
         Feed(step_fn, micro_batch.batch_idx, parts, mix(*noise, k), scale, hooks, None, tally, shared)

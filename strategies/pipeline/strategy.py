@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, Strategy, Topology
 from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, gather_whole
+from lockstep.strategies.data.batch_slices import Rows
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import environment
@@ -25,7 +26,7 @@ from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import changed_within_window, prepared
 from lockstep.strategies.pipeline import partition
-from lockstep.strategies.pipeline.microbatches import PARTS, Tally
+from lockstep.strategies.pipeline.microbatches import BY_SCHEDULE, PARTS, Cutter, Tally
 from lockstep.strategies.pipeline.optimizers import (
     clip,
     find_needs,
@@ -47,11 +48,6 @@ from lockstep.strategies.sync.collectives import local
 
 if TYPE_CHECKING:
     from lockstep.strategies.pipeline.engine import Engines
-
-BY_SCHEDULE = (
-    "a pipeline runs backward by its schedule, so it needs automatic optimization; "
-    "remove automatic_optimization = False, or use another strategy"
-)
 
 
 class StagedStrategy(SPMDStrategy):
@@ -88,6 +84,7 @@ class StagedStrategy(SPMDStrategy):
         """Ranks of one pipeline, valid after `configure`."""
         self._ranks = PipelineRanks()
         self._seed: int | None = None
+        self._rows = Rows()
         self._steps_seen = 0
         self._engines: Engines | None = None
         self._optimizers: WeakSet[Optimizer] = WeakSet()
@@ -189,7 +186,7 @@ class StagedStrategy(SPMDStrategy):
     def _make_engines(self) -> Engines:
         return self.engines(
             self.schedule,
-            (self.num_stage_ranks, self.num_parts),
+            (self.num_stage_ranks, Cutter(self.num_parts, self._rows)),
             self.topology,
             self.precision,
             lambda: [] if self._changes is None else self._changes.trainability(),
@@ -223,9 +220,10 @@ class StagedStrategy(SPMDStrategy):
     def shard_loader(
         self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
     ) -> Any:
-        if self._seed is None:
-            self._seed = seed  # equal on all ranks; noise is a function of it
-        return super().shard_loader(loader, seed=seed, shuffle=shuffle, accumulate=accumulate, split=split)
+        sharded = super().shard_loader(loader, seed=seed, shuffle=shuffle, accumulate=accumulate, split=split)
+        if self._seed is None:  # of the first loader, the one to train on: equal on all ranks
+            self._seed, self._rows = seed, Rows(sharded.learn_samples())
+        return sharded
 
     # ---- 4. checkpointing ------------------------------------------------------------------------
 

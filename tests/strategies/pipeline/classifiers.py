@@ -45,7 +45,10 @@ class Base(Module):
 def fit(module: Module, strategy: Any, devices: int, n: int = 22, **options: Any) -> dict[str, Tensor]:
     """Two epochs in double precision, the last batch smaller; the state of the module afterwards."""
     options = {"max_epochs": 2, "seed": 0, "split_batches": True, "precision": "64-true"} | options
-    loader, ckpt_path = DataLoader(samples(n), 8, **options.pop("loader", {})), options.pop("ckpt_path", None)
+    loader, ckpt_path = (
+        DataLoader(samples(n), **{"batch_size": 8} | options.pop("loader", {})),
+        options.pop("ckpt_path", None),
+    )
     quiet(strategy=strategy, devices=devices, **options).fit(module, loader, ckpt_path=ckpt_path)
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lockstep import Loss
 from lockstep.strategies import Pipeline
 from lockstep.strategies.data import batch_slices
+from lockstep.strategies.data.sample_axis import ROWS, Shown
 from tests.strategies.pipeline.classifiers import ALL, TWO, Base, difference, exact, fit, layers, samples
 
 pytestmark = pytest.mark.ranks
@@ -141,7 +142,7 @@ def test_batches_of_any_container_are_split_by_samples(kind: str) -> None:
 def test_an_object_whose_tensors_are_not_one_row_a_sample_is_refused() -> None:
     with pytest.raises(
         ValueError,
-        match=r"a batch of class Movable cannot be split, as the first dimension of its x \(shape \[3, 8\]\)",
+        match=r"a batch of class Movable cannot be split, as the first dimension of batch\[0\].x \(shape \[3, 8\]\)",
     ):
         batch_slices.cut([Movable(torch.ones(3, 8), torch.ones(4)), torch.ones(4)], 4, 2)
     first, second = (part for part, _ in batch_slices.cut(Movable(torch.ones(4, 8), torch.arange(4)), 4, 2))
@@ -168,6 +169,92 @@ def test_ragged_samples_of_which_one_has_a_batchs_rows_are_refused() -> None:
         batch_slices.cut({"tokens": ragged, "y": torch.ones(4)}, 4, 2)
     one, other = (part for part, _ in batch_slices.cut([torch.ones(2), torch.ones(2, 3)], 2, 2))
     assert [len(t) for t in (*one, *other)] == [1] * 4  # a pair
+
+
+class Weighted(Base):
+    """Scales logits by a vector of the batch with one number a class, and as many classes as samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch["x"]) * batch["scale"], batch["y"])
+
+
+def with_scale(items: list[Any]) -> Any:
+    x, y = torch.utils.data.default_collate(items)
+    return {"x": x, "y": y, "scale": torch.arange(1.0, 5.0, dtype=x.dtype)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_tensor_as_long_as_the_batch_that_is_not_of_samples_stays_whole(workers: int) -> None:
+    how = {"loader": {"batch_size": 4, "collate_fn": with_scale, "num_workers": workers}, "n": 8}
+    four = Pipeline(num_micro_batches=4)  # microbatches of one sample: a vector cut to one number would broadcast
+    expected = fit(Weighted(), "single", 1, **how)
+    assert difference(fit(Weighted(), four, 2, **how), expected) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "message"),
+    [
+        (
+            lambda xs: {"x": torch.stack(xs, 1), "y": torch.ones(len(xs))},
+            r"batch\['x'\] \(of shape \[4, 4\]\) has the"
+            " samples in another dimension",
+        ),
+        (lambda xs: {"x": torch.cat(xs), "y": torch.ones(len(xs))}, r"batch\['x'\] .* has the samples joined"),
+        (lambda xs: {"x": [x for x in xs for _ in "ab"], "y": torch.ones(len(xs))}, "a list of 8.* joined"),
+    ],
+    ids=["another dimension", "joined", "joined list"],
+)
+def test_tensors_whose_samples_are_elsewhere_are_refused(collate_fn: Any, message: str) -> None:
+    shown = Shown()
+    batch = shown.collating(collate_fn)([torch.full((4,), float(i)) for i in range(4)])
+    with pytest.raises(ValueError, match=message):
+        batch_slices.cut(batch, 4, 2, batch_slices.Rows(shown))
+
+
+def test_what_a_collate_function_keeps_is_as_if_it_had_been_called_once() -> None:
+    class Counting:
+        calls, generator = 0, torch.Generator()
+
+        def __call__(self, items: list[list[int]]) -> Any:
+            self.calls += 1
+            return torch.tensor([item.pop() for item in items]), torch.ones(len(items), 2), torch.rand(())
+
+        def drawing(self, items: list[list[int]]) -> Any:
+            return torch.rand(len(items), generator=self.generator)
+
+    own, shown, state = Counting(), Shown(), torch.get_rng_state()
+    batch = shown.collating(own)([[1], [2], [3]])
+    expected = torch.random.fork_rng()
+    assert batch[0].tolist() == [1, 2, 3] and own.calls == 1 and shown.of("batch[1]", batch[1]) == ROWS
+    with expected:
+        torch.set_rng_state(state)
+        assert torch.equal(batch[2], torch.rand(()))
+    del own.calls
+    own.generator = torch.Generator().manual_seed(0)
+    drawn = shown.collating(own.drawing)([[1], [2], [3]])  # which cannot be called again: its generator is its own
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(0)))
+
+
+def test_batches_that_no_collate_function_makes_are_compared() -> None:
+    rows, x, scale = batch_slices.Rows(), torch.rand(4, 2), torch.arange(4.0)
+    batch_slices.cut({"x": x, "scale": scale}, 4, 2, rows)
+    with pytest.warns(UserWarning, match=r"batch\['scale'\] had the same values in the first two batches"):
+        batch_slices.cut({"x": x + 1, "scale": scale}, 4, 2, rows)
+    with pytest.raises(ValueError, match=r"batch\['scale'\] had as many rows as samples in an earlier batch"):
+        batch_slices.cut({"x": x[:3], "scale": scale}, 3, 2, rows)
+    (part, _), _ = batch_slices.cut((x[:3], scale), 3, 2, rows := batch_slices.Rows())
+    (later, _), _ = batch_slices.cut((x, scale), 4, 2, rows)
+    assert len(part[1]) == len(later[1]) == 4  # seen to be of no samples in a batch of another size
+
+
+def test_steps_that_change_what_all_parts_share_are_refused() -> None:
+    class Doubling(Base):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            batch["scale"].mul_(2)
+            return F.cross_entropy(self.net(batch["x"]) * batch["scale"], batch["y"])
+
+    with pytest.raises(RuntimeError, match="changes a tensor of the batch in place that has no row a sample"):
+        fit(Doubling(), "pipeline", 2, n=8, loader={"batch_size": 8, "collate_fn": with_scale})
 
 
 def test_a_second_run_of_a_strategy_draws_from_its_own_seed() -> None:
