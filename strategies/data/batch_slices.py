@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lockstep.strategies.data.sample_axis import ACROSS, JOINED, ROWS, WHOLE, Repeated, Shown, is_plain_object, items_of
+from lockstep.strategies.data.sample_axis import (
+    ACROSS,
+    JOINED,
+    ROWS,
+    WHOLE,
+    Repeated,
+    Shown,
+    is_plain_object,
+    items_of,
+    sized,
+)
 
 
 class Rows:
@@ -35,6 +45,12 @@ class Rows:
                 f"samples {where}; put samples first and pad them in collate_fn, or give Pipeline(num_micro_batches=1)"
             )
         return shown
+
+    def any_in(self, batch: Any, num_rows: int) -> bool:
+        """Whether anything in `batch` can be cut."""
+        return has_rows(batch, num_rows) or any(
+            len(value) == num_rows and self._shown.of(path, value) == ROWS for path, value in sized(batch, "batch")
+        )
 
     def has(self, value: Any, path: str, num_rows: int) -> bool:
         """Whether a tensor or array is to be cut in a batch of `num_rows` samples. Raises ValueError if it seemed so

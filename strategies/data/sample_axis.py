@@ -296,9 +296,9 @@ class SampleCutter:
 
     def _kind_of_list(self, value: Any, path: str, num_samples: int) -> str:
         """Whether a list or tuple has an item for each sample, or is one of fields."""
-        known = self._kinds.get(path)
         if (shown := self._shown.of(path, value)) in (ROWS, WHOLE):
-            known = "samples" if shown == ROWS else "fields"
+            return "samples" if shown == ROWS else "fields"
+        known = self._kinds.get(path)
         if not value or (len(value) != num_samples and known != "samples" and any(map(_has_tensor, value))):
             return "fields"  # whose own paths say what does not fit
         samples, fields = len(value) == num_samples, any(not isinstance(item, _WHOLE) for item in value)

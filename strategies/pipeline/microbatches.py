@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.strategies.base import Loss, StepFn, StepHooks
-from lockstep.strategies.data.batch_slices import Rows, copied, cut, has_rows, rebuilt, tensors_of
+from lockstep.strategies.data.batch_slices import Rows, copied, cut, rebuilt, tensors_of
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import MicroBatch
 from lockstep.strategies.launch.rng import seed_streams
@@ -136,7 +136,7 @@ def runs(micro_batch: MicroBatch, cutter: Cutter) -> list[list[Part]]:
     n = micro_batch.num_samples
     if not n:
         return []
-    if min(cutter.num_parts, n) > 1 and not has_rows(micro_batch.batch, n):
+    if min(cutter.num_parts, n) > 1 and not cutter.rows.any_in(micro_batch.batch, n):
         raise ValueError(
             f"a pipeline cuts batches along the first dimension of their tensors, "
             f"but none in this {type(micro_batch.batch).__name__} has the batch's {n} samples there; "

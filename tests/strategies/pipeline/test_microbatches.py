@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lockstep import Loss
 from lockstep.strategies import Pipeline
 from lockstep.strategies.data import batch_slices
-from lockstep.strategies.data.sample_axis import ROWS, Shown
+from lockstep.strategies.data.sample_axis import ROWS, SampleCutter, Shown
 from tests.strategies.pipeline.classifiers import ALL, TWO, Base, difference, exact, fit, layers, samples
 
 pytestmark = pytest.mark.ranks
@@ -209,6 +209,19 @@ def test_tensors_whose_samples_are_elsewhere_are_refused(collate_fn: Any, messag
     batch = shown.collating(collate_fn)([torch.full((4,), float(i)) for i in range(4)])
     with pytest.raises(ValueError, match=message):
         batch_slices.cut(batch, 4, 2, batch_slices.Rows(shown))
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "dp"])
+def test_lists_that_a_collate_function_makes_are_split_by_items_or_not_at_all(strategy: str) -> None:
+    shown, x = Shown(), [torch.ones(length) for length in (2, 4, 4, 1)]
+    batch = shown.collating(lambda xs: {"x": xs, "pairs": [(x, "name") for x in xs], "classes": ["a", "b", "c", "d"]})(
+        x
+    )
+    rows = batch_slices.Rows(shown)
+    assert rows.any_in({"x": x[:3]}, 3)
+    parts = SampleCutter(shown=shown).cut(batch, 4, 2) if strategy == "dp" else batch_slices.cut(batch, 4, 2, rows)
+    assert [len(part["x"]) for part, _ in parts] == [len(part["pairs"]) for part, _ in parts] == [2, 2]
+    assert all(part["classes"] == ["a", "b", "c", "d"] for part, _ in parts)
 
 
 def test_what_a_collate_function_keeps_is_as_if_it_had_been_called_once() -> None:
