@@ -49,7 +49,7 @@ class Streamed(Source):
             iterable,
             share,
             batch_size,
-            None if loader is None else share.collating(loader.collate_fn),
+            None if loader is None else share.collating(loader),
             loader is not None and loader.drop_last,
             None if self._workers is None else self._workers.draws,
         )

@@ -75,7 +75,7 @@ class Indexed(Source):
         # A fetched key is a list of samples to collate, a list that the dataset takes whole, or one ready batch.
         self._fetcher = Samples(
             loader.dataset,
-            share.collating(loader.collate_fn),
+            share.collating(loader),
             share.seed,
             one_by_one=loader.batch_sampler is not None,
             seeds_each=bool(share.virtual),

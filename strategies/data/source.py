@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from lockstep.strategies.data.batch_rows import count_samples, rows_each
 from lockstep.strategies.data.sample_axis import Shown
@@ -43,11 +43,14 @@ class Share:
     shown: Shown | None = None
     """What learns from a user's collate function where samples are in its batches."""
 
-    def collating(self, collate_fn: Any) -> Any:
-        """What to make batches with; torch's own collate function puts samples first."""
-        if self.shown is None or self.virtual or collate_fn is default_collate:
-            return collate_fn
-        return self.shown.collating(collate_fn)
+    def collating(self, loader: DataLoader[Any]) -> Any:
+        """What makes its batches; torch's own collate function puts samples first."""
+        known = loader.collate_fn is default_collate or loader.batch_sampler is None  # which is not given samples
+        return (
+            loader.collate_fn
+            if self.shown is None or self.virtual or known
+            else self.shown.collating(loader.collate_fn)
+        )
 
     @property
     def own(self) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from lockstep import Loss
 from lockstep.strategies import Pipeline
 from lockstep.strategies.data import batch_slices
 from lockstep.strategies.data.sample_axis import ROWS, SampleCutter, Shown
+from lockstep.strategies.data.sharded_loader import ShardedLoader
 from tests.strategies.pipeline.classifiers import ALL, TWO, Base, difference, exact, fit, layers, samples
 
 pytestmark = pytest.mark.ranks
@@ -258,6 +259,16 @@ def test_batches_that_no_collate_function_makes_are_compared() -> None:
     (part, _), _ = batch_slices.cut((x[:3], scale), 3, 2, rows := batch_slices.Rows())
     (later, _), _ = batch_slices.cut((x, scale), 4, 2, rows)
     assert len(part[1]) == len(later[1]) == 4  # seen to be of no samples in a batch of another size
+
+
+def test_a_collate_function_that_is_given_ready_batches_shows_nothing() -> None:
+    ready = [[torch.rand(2, 8), torch.rand(2)]] * 2
+    sharded = ShardedLoader(DataLoader(ready, batch_size=None), rank=0, size=1, seed=0)
+    shown = sharded.learn_samples()
+    for window in sharded.windows(0):
+        batch = window.micro_batches[0].batch
+        assert shown.of("batch", batch) is None
+        assert [len(part[0]) for part, _ in batch_slices.cut(batch, 2, 2, batch_slices.Rows(shown))] == [1, 1]
 
 
 def test_steps_that_change_what_all_parts_share_are_refused() -> None:
