@@ -40,6 +40,11 @@ class Shown:
         entry = int(self._table[key % _SLOTS])
         return entry & 7 if entry >> 3 == key else None
 
+    @property
+    def is_taught(self) -> bool:
+        """Whether anything has been learned, in any process."""
+        return bool(self._table.any())
+
     def collating(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """`collate_fn`, learning from what it is given."""
         return _Collate(collate_fn, self)
@@ -107,6 +112,8 @@ class _Collate:
         self._collate_fn, self._shown, self._trials = collate_fn, shown, 2
 
     def __call__(self, samples: Any) -> Any:
+        if self._trials == 2 and self._shown.is_taught:  # in another worker, or in an earlier epoch
+            self._trials = 0
         again = _repeatable(self._collate_fn) if self._trials and isinstance(samples, list) else None
         if again is None or len(samples) < 2:
             return self._collate_fn(samples)

@@ -249,6 +249,19 @@ def test_what_a_collate_function_keeps_is_as_if_it_had_been_called_once() -> Non
     assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(0)))
 
 
+def test_a_later_worker_does_not_make_batches_again_to_learn_what_is_known() -> None:
+    sizes: list[int] = []
+
+    def noting(items: list[int]) -> Tensor:
+        sizes.append(len(items))
+        return torch.tensor(items)
+
+    shown = Shown()
+    for _ in range(2):
+        shown.collating(noting)([1, 2, 3])
+    assert sizes == [2, 1, 3, 3]
+
+
 def test_batches_that_no_collate_function_makes_are_compared() -> None:
     rows, x, scale = batch_slices.Rows(), torch.rand(4, 2), torch.arange(4.0)
     batch_slices.cut({"x": x, "scale": scale}, 4, 2, rows)
