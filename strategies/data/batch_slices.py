@@ -29,13 +29,13 @@ class Rows:
     number of rows in the first batch."""
 
     def __init__(self, shown: Shown | None = None) -> None:
-        self._shown, self.repeated = shown or Shown(), Repeated()
+        self._shown, self.repeated = shown, Repeated()
         self._first: dict[tuple[str, int], bool] = {}
 
     def of(self, value: Any, path: str) -> int | None:
         """What the collate function has shown of a tensor, array, list or tuple. Raises ValueError if its samples are
         not along its first dimension."""
-        shown = self._shown.of(path, value)
+        shown = None if self._shown is None else self._shown.of(path, value)
         if shown in (ACROSS, JOINED):
             where = "in another dimension than the first" if shown == ACROSS else "joined, several rows for each"
             size = f"a {type(value).__name__} of {len(value)}"
@@ -49,7 +49,7 @@ class Rows:
     def any_in(self, batch: Any, num_rows: int) -> bool:
         """Whether anything in `batch` can be cut."""
         return has_rows(batch, num_rows) or any(
-            len(value) == num_rows and self._shown.of(path, value) == ROWS for path, value in sized(batch, "batch")
+            len(value) == num_rows and self.of(value, path) == ROWS for path, value in sized(batch, "batch")
         )
 
     def has(self, value: Any, path: str, num_rows: int) -> bool:
@@ -91,9 +91,12 @@ def cut(batch: Any, num_rows: int, num_parts: int, rows: Rows | None = None) -> 
     return parts
 
 
+_NOTHING_KNOWN = Rows()
+
+
 def rebuilt(batch: Any) -> Any:
     """The same tensors in containers of their own, where `cut` can make these."""
-    return _Part(Rows(), 0, 0, 0).of(batch, "batch")
+    return _Part(_NOTHING_KNOWN, 0, 0, 0).of(batch, "batch")
 
 
 def copied(batch: Any) -> Any:

@@ -33,12 +33,21 @@ class Shown:
 
     def __init__(self) -> None:
         self._table = torch.zeros(_SLOTS, dtype=torch.int64).share_memory_()
+        self._found: dict[tuple[str, int], int] = {}
+        self._learns = False
 
     def of(self, path: str, value: Any) -> int | None:
         """`ROWS`, `WHOLE`, `ACROSS` or `JOINED`; None for a tensor or list that was not in these batches."""
-        key = _key(path, value)
-        entry = int(self._table[key % _SLOTS])
-        return entry & 7 if entry >> 3 == key else None
+        at = path, -1 if isinstance(value, list | tuple) else value.ndim
+        if not self._learns:
+            return None
+        if at not in self._found:
+            key = _key(path, value)
+            entry = int(self._table[key % _SLOTS])
+            if entry >> 3 != key:
+                return None
+            self._found[at] = entry & 7
+        return self._found[at]
 
     @property
     def is_taught(self) -> bool:
@@ -47,6 +56,7 @@ class Shown:
 
     def collating(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """`collate_fn`, learning from what it is given."""
+        self._learns = True
         return _Collate(collate_fn, self)
 
     def learn(self, batch: Any, n: int, parts: tuple[Any, Any], k: int) -> None:
