@@ -6,6 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from lockstep.strategies.losses import detach, split_loss
 from lockstep.strategies.manual import ManualOptimization
 from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
-from lockstep.strategies.modules.side_effect_free import side_effect_free
+from lockstep.strategies.modules.side_effect_free import metrics_uncounted, side_effect_free
 from lockstep.strategies.optimizers.fused import prepare, skips_on_device
 from lockstep.strategies.sync import collectives
 from lockstep.strategies.sync.collective_fingerprint import once_a_sample
@@ -137,7 +138,8 @@ class SPMDStep(ManualOptimization):
         for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
             if self._in_group:
                 self.set_gradient_sync(wrapped, i == last)
-            with self.precision.autocast(self.topology.device, steps=True), self._watching_backward():
+            uncounted = nullcontext() if micro_batch.num_samples else metrics_uncounted(self.unwrap(wrapped))
+            with self.precision.autocast(self.topology.device, steps=True), self._watching_backward(), uncounted:
                 output = step_fn(micro_batch.batch, micro_batch.batch_idx)
             micro_batch.output = detach(output)
             samples += micro_batch.num_samples

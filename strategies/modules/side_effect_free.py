@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from numbers import Number
 from typing import Any
 
@@ -22,20 +22,38 @@ def side_effect_free(model: nn.Module) -> Iterator[None]:
     were; parameters and their gradients are not touched. Reaches into attributes that are lists, dicts, tuples
     and tensors, not into other objects, which may belong to somebody else.
     """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices), _put_back([*model.modules()]):
+        yield
+
+
+@contextmanager
+def metrics_uncounted(model: nn.Module) -> Iterator[None]:
+    """Let torchmetrics objects of `model` count nothing: for what user code does with a batch of padding."""
+    parts = {part: None for metric in filter(is_metric, model.modules()) for part in metric.modules()}
+    with _put_back([*parts]) if parts else nullcontext():
+        yield
+
+
+@contextmanager
+def _put_back(modules: list[nn.Module]) -> Iterator[None]:
+    """Put back, at the end, buffers and attributes. A metric that was reset within is reset."""
     before = [
         (module, {key: value for key, value in vars(module).items() if _is_state(key)}, dict(module._buffers))
-        for module in model.modules()
+        for module in modules
     ]
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    held = _Held(model)
+    values = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
+    held = _Held(modules)
     for _, attributes, _ in before:
         for value in attributes.values():
             held.note(value)
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    metrics: list[Any] = [module for module in modules if hasattr(module, "_update_count")]
+    for metric in metrics:
+        metric._update_count += _MANY
     try:
-        with torch.random.fork_rng(devices):
-            yield
+        yield
     finally:
+        reset = [metric for metric in metrics if metric._update_count < _MANY]  # a forward puts its count back
         with torch.no_grad():
             for buffer, value in values:
                 buffer.data.copy_(value)  # a backward may still need the buffer, and must not find it changed
@@ -45,6 +63,12 @@ def side_effect_free(model: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
             module._buffers.update(buffers)
         held.put_back()
+        for metric in reset:
+            metric.reset()
+
+
+_MANY = 1_000_000
+"""More updates of a metric than a step makes."""
 
 
 def _is_state(key: str) -> bool:
@@ -56,11 +80,11 @@ def _is_state(key: str) -> bool:
 class _Held:
     """What attributes hold, to be put back in the same objects: others may hold these, and tensors be views."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, modules: list[nn.Module]) -> None:
         self._seen: dict[int, Any] = {}
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
-        self._parameters = {_storage(parameter) for parameter in model.parameters()}
+        self._parameters = {_storage(p) for module in modules for p in module.parameters(recurse=False)}
 
     def note(self, value: Any) -> None:
         if (type(value) not in _CONTAINERS and not isinstance(value, Tensor)) or id(value) in self._seen:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.callbacks.tuning.batch_size_finder import BatchSizeFinder
 from lockstep.callbacks.tuning.lr_finder import LRFinder
 from lockstep.strategies.launch.phase import current_phase, set_phase
+from lockstep.strategies.modules.side_effect_free import metrics_uncounted
 from lockstep.trainer import lightning_names
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
@@ -32,7 +34,7 @@ TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 UNWATCHED = {"on_before_backward", "on_after_backward", "on_exception", "on_save_checkpoint", "on_load_checkpoint"}
 """Hooks after which the strategy does not look for what they changed in the model: a window is under way, or none
 follows."""
-
+OF_BATCH = {"on_train_batch_start", "on_before_backward", "on_train_batch_end"}
 
 Calls = tuple[Callable[..., Any], ...]
 
@@ -88,6 +90,8 @@ class Hooks:
             others = _of_callbacks(run, module, name)
             if name == "on_exception" and run.datamodule is not None and overrides(run.datamodule, name, DataModule):
                 others.insert(0, run.datamodule.on_exception)
+            if name in OF_BATCH:
+                own, others = ([partial(_uncounted, run, h) if is_users(h) else h for h in hs] for hs in (own, others))
             around = partial(_watched, run, name)
             if name == "on_train_epoch_end":
                 found.module_train_epoch_end = around(own)
@@ -120,6 +124,13 @@ def is_users(hook: Callable) -> bool:
     if isinstance(owner, Callback) and owner.changes_model:
         return True
     return owner is None or not type(owner).__module__.startswith(("lockstep.callbacks.", "lockstep.trainer."))
+
+
+def _uncounted(run: RunState, hook: Callable[..., Any], *args: Any) -> Any:
+    """Call a hook of a batch, where torchmetrics objects count nothing of padding."""
+    assert run.module is not None
+    with metrics_uncounted(run.module) if run.metrics.is_padding else nullcontext():
+        return hook(*args)
 
 
 def _watched(run: RunState, name: str, calls: list[Callable[..., Any]]) -> Calls:

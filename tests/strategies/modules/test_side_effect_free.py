@@ -9,7 +9,12 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
+from lockstep.strategies.modules.side_effect_free import (
+    metrics_uncounted,
+    numbers,
+    refuse_changed_numbers,
+    side_effect_free,
+)
 
 
 class Stateful(nn.Module):
@@ -76,3 +81,24 @@ def test_attributes_stay_the_same_objects_with_the_values_they_had() -> None:
     assert rows == [1] and len(sums) == 1 and not sums[0].any()
     model.rates.fill_(2.0)
     assert model.rate == 2 and row is model.row and row.eq(3).all()
+
+
+@pytest.mark.parametrize("without_effect", [side_effect_free, metrics_uncounted])
+def test_metrics_count_nothing_but_a_reset_within_holds(without_effect: Any) -> None:
+    model: Any = nn.Module()
+    model.all = torchmetrics.MetricCollection({"sum": torchmetrics.SumMetric(), "mean": torchmetrics.MeanMetric()})
+    model.rows, model.reset, model.begun = torchmetrics.CatMetric(), torchmetrics.SumMetric(), torchmetrics.SumMetric()
+    metrics = [model.all, model.rows, model.reset, model.begun]
+    for metric in metrics:
+        metric(2.0)
+    with without_effect(model):
+        for metric in metrics:
+            metric(5.0)
+        model.reset.reset()
+        model.begun.reset()
+        model.begun(1.0)
+    assert not model.reset.update_called and not model.begun.update_called
+    for metric in metrics:
+        metric.update(4.0)
+    assert model.all.compute() == {"sum": 6, "mean": 3} and model.rows.compute().tolist() == [2, 4]
+    assert model.reset.compute() == model.begun.compute() == 4 and model.rows.update_count == 2

@@ -91,6 +91,42 @@ def test_torchmetrics_are_those_of_one_process(n: int) -> None:
     assert one["val/total"] == y.sum() and one["train/at_end"] == pytest.approx(x[:, 0].double().mean().item())
 
 
+class CountsEverywhere(Net):
+    """Metrics that count in the step and in hooks of the batch, which ranks without samples call on padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.hooks = SumMetric(), SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+        self.step(float(len(batch[1])))
+        self.log("step", self.step, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.hooks.update(float(len(batch[1])))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.hooks.update(float(len(batch[1])))
+
+    def on_train_epoch_end(self) -> None:
+        self.log("hooks", self.hooks.compute())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("automatic", "strategy"), [(True, "ddp"), (False, "ddp"), (False, "fsdp")])
+def test_padding_does_not_count(automatic: bool, strategy: str) -> None:
+    module = CountsEverywhere()
+    module.automatic_optimization = automatic
+    trainer = quiet(strategy=strategy, devices=2, accelerator="cpu", split_batches=True)
+    trainer.fit(module, loader(5, 4))
+    assert trainer.callback_metrics["step"] == 5 and trainer.callback_metrics["hooks"] == 10
+
+
 class Ranked(Net):
     """Regression metrics, one of which merges means and variances, retrieval metrics, which keep every sample, and both
     in a collection."""
