@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,8 @@ def install() -> None:
     dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
     for op in _DRAWS:
         dispatcher._custom_op_handlers[op] = _draw
+    for op in _operators(name for name in dir(torch) if name.startswith("_foreach_")):
+        dispatcher._custom_op_handlers[op] = _each
     DTensor.numpy = _refuse_numpy  # type: ignore[method-assign, assignment]
     _watch_copies(dispatcher)
 
@@ -108,12 +110,40 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
             f"random numbers were drawn ({str(op).removesuffix('.default')}) for a tensor of shape "
             f"{list(tensor.shape)} of which this rank holds a shard, and would not be those of one process; {INSTEAD}"
         )
-    handlers = type(tensor)._op_dispatcher._custom_op_handlers
-    del handlers[op]
+    return _by_torch(op, args, kwargs, _draw)
+
+
+def _each(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """A function of lists of tensors, such as all parameters, where some are DTensors and others whole: torch does not
+    mix them, so each kind by itself."""
+    _check_write(op, args, kwargs)
+    sharded = [hasattr(tensor, "_local_tensor") for tensor in args[0]] if isinstance(args[0], list | tuple) else []
+    if all(sharded) or not any(sharded):
+        return _by_torch(op, args, kwargs, _each)
+
+    def of_kind(value: Any, kind: bool) -> Any:
+        if isinstance(value, list | tuple) and len(value) == len(sharded):
+            return [item for item, one in zip(value, sharded, strict=True) if one is kind]
+        return value.full_tensor() if not kind and hasattr(value, "full_tensor") else value
+
+    results = {}
+    for kind in (True, False):
+        mine = [of_kind(value, kind) for value in args]
+        found = _by_torch(op, mine, {name: of_kind(value, kind) for name, value in kwargs.items()}, _each)
+        results[kind] = iter(found or ())
+    return [next(results[kind]) for kind in sharded] if op._schema.returns else None
+
+
+def _by_torch(op: Any, args: Sequence[Any], kwargs: Any, handler: Callable[..., Any]) -> Any:
+    """What torch does with a DTensor where `handler` is to be called for it."""
+    from torch.distributed.tensor import DTensor
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers.pop(op, None)
     try:
         return op(*args, **kwargs)
     finally:
-        handlers[op] = _draw
+        handlers[op] = handler
 
 
 def _watch_copies(dispatcher: Any) -> None:
@@ -136,11 +166,7 @@ def _watch_copies(dispatcher: Any) -> None:
 
     def write(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         _check_write(op, args, kwargs)
-        handlers.pop(op, None)
-        try:
-            return op(*args, **kwargs)
-        finally:
-            handlers[op] = write
+        return _by_torch(op, args, kwargs, write)
 
     dispatcher.redistribute_local_args = watched
 
@@ -189,12 +215,15 @@ def _writes() -> Iterator[Any]:
     names = {*dir(Tensor), *dir(torch), *dir(nn.functional), *(f"{name}_" for name in dir(nn.functional))}
     for prefix, module in (("linalg", torch.linalg), ("special", torch.special), ("fft", torch.fft)):
         names |= {f"{prefix}_{name}" for name in dir(module)}
+    yield from (op for op in _operators(names) if op._schema.is_mutable)
+
+
+def _operators(names: Iterable[str]) -> Iterator[Any]:
     packets: list[Any] = [getattr(_aten, name, None) for name in names]
     for packet in packets:
-        overloads = (
-            [getattr(packet, overload) for overload in packet.overloads()] if hasattr(packet, "overloads") else []
+        yield from (
+            (getattr(packet, overload) for overload in packet.overloads()) if hasattr(packet, "overloads") else ()
         )
-        yield from (op for op in overloads if op._schema.is_mutable)
 
 
 def _check_write(op: Any, args: tuple[Any, ...], kwargs: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmetrics import MeanMetric
 from torchmetrics.wrappers import MetricTracker, Running
 
@@ -172,6 +173,30 @@ class ReadsRows(Base):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
 def test_views_that_follow_the_weight_or_are_not_kept_are_allowed(strategy: str) -> None:
     assert_as_on_one_process(ReadsRows, strategy, 2, n=UNEVEN)
+
+
+class ListsOfTensors(Base):
+    """torch's functions of lists of tensors, of which a tensor-parallel model shards some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.LayerNorm(16))
+        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+        nn.utils.clip_grad_value_(self.net.parameters(), 0.05)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.average.update_parameters(self.net)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+def test_functions_of_lists_take_sharded_and_whole_tensors(strategy: str) -> None:
+    assert_as_on_one_process(ListsOfTensors, strategy, 2, n=UNEVEN)
 
 
 class OfAnyPrecision(Base):
