@@ -50,6 +50,14 @@ _SAME_S = (
 )
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to stop."""
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "; if you did not send it, this was probably the kernel's out-of-memory killer",
+    signal.SIGABRT: (
+        "; gloo does so where ranks call different collectives: if its error is above, look for code that one rank "
+        "alone runs, as after `if trainer.is_global_zero`, and that calls one or reads a part of a sharded weight"
+    ),
+}
+"""What a rank most likely died of."""
 _STOPPED_S = 3.0  # after which a server that stands still by SIGSTOP is continued, and after twice as long given up
 
 
@@ -268,12 +276,7 @@ class _Ranks:
             failure.stop, failure.error = True, dumps(stop_error(-exitcode))
         elif exitcode < 0:
             failure.text = cut((self.folder / f"{rank}.fatal").read_text(errors="replace"))
-            hint = (
-                "; if you did not send it, this was probably the kernel's out-of-memory killer"
-                if -exitcode == signal.SIGKILL
-                else ""
-            )
-            failure.message = f"rank {rank} was killed by {signal_name(-exitcode)}{place}{hint}"
+            failure.message = f"rank {rank} was killed by {signal_name(-exitcode)}{place}{_HINTS.get(-exitcode, '')}"
             if rank in self.spare and step is not None and not self.failures:
                 self.lost.append(failure)
                 _log.warning("%s", failure.message)
