@@ -247,8 +247,10 @@ class ModelCheckpoint(Callback):
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         if self._fitting and (self.save_last or self.monitor is None):
-            self._ended = True
-            self._consider(trainer, rank=self.monitor is None)
+            self._ended, again = True, self._considered_step == trainer.global_step and not self.last_model_path
+            if again and self.save_last:  # of a run that had ended, resumed into another folder
+                self._considered_step = 0
+            self._consider(trainer, rank=self.monitor is None and not again)
             self._ended = False
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:

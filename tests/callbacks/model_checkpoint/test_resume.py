@@ -61,6 +61,25 @@ def test_a_kill_between_commit_and_removal_is_made_good_by_the_next_save(tmp_pat
     assert sorted(second.found().values()) == [30]
 
 
+@pytest.mark.parametrize("monitor", [None, "train/loss"])
+def test_a_run_that_had_ended_has_a_last_in_the_folder_in_which_it_is_resumed(
+    tmp_path: Path, monitor: str | None
+) -> None:
+    def fit(folder: str, **options: Any) -> ModelCheckpoint:
+        saver = ModelCheckpoint(monitor=monitor, save_last=True, save_top_k=-1)
+        trainer = quiet(default_root_dir=tmp_path / folder, enable_checkpointing=True, callbacks=[saver])
+        trainer.fit(net(), loader(20), **options)
+        return saver
+
+    whole = fit("whole")
+    for path in (whole.best_model_path, whole.last_model_path):
+        again = fit("again", ckpt_path=path)
+        assert again.dirpath != whole.dirpath and again.best_k_models == whole.best_k_models
+        assert Path(again.last_model_path) == Path(str(again.dirpath)) / "last"
+        last, expected = (Checkpoint.open(saver.last_model_path) for saver in (again, whole))
+        assert last.read("model/net.0.weight").equal(expected.read("model/net.0.weight"))
+
+
 def test_checkpoints_that_are_gone_are_forgotten(tmp_path: Path) -> None:
     first = Run(ModelCheckpoint(monitor="val/loss", save_top_k=2), tmp_path / "run")
     first.epoch(val_loss=1.0).epoch(val_loss=2.0)
