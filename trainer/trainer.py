@@ -237,7 +237,6 @@ class Trainer(Facts):
         checks.loaders(sources)
         path = start.checked(run, ckpt_path)
         evaluate.check_step(module, stage)
-        run.callback_metrics, run.logged_metrics, run.progress_bar_metrics = {}, {}, {}
         run.final = run.final and path is None  # else the module gets other weights
         with lifecycle.noted(run, module, stage, sources):
             if run.strategy.starts_ranks:

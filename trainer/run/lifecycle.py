@@ -48,6 +48,8 @@ def noted(run: RunState, module: Module, stage: str, sources: Sources) -> Iterat
     """What the Trainer shows of a run, in the process that the user called it in: status, module and loaders."""
     run.datamodule = sources.datamodule
     run.final = run.final and stage != "fit" and module is run.module
+    if not run.stage == stage == "fit":  # only a fit that counts on begins with what another run has measured
+        run.callback_metrics, run.logged_metrics, run.progress_bar_metrics = {}, {}, {}
     run.module, run.stage, run.status, run.batch_idx = module, stage, "running", -1
     run.given_loaders = {
         **run.given_loaders,

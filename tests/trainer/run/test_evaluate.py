@@ -497,6 +497,9 @@ def test_returned_metrics_are_printed_and_kept(capsys: pytest.CaptureFixture[str
     assert {name: value.item() for name, value in trainer.callback_metrics.items()} == returned
     assert trainer.global_step == 2, "an evaluation does not count"
     assert math.isfinite(returned["val/loss"])
+    trainer.max_epochs = 2
+    trainer.fit(model, loader(16))
+    assert "val/loss" not in trainer.callback_metrics, "a fit does not begin with what an evaluation has measured"
 
 
 def test_evaluation_needs_its_step_and_its_data() -> None:
