@@ -87,6 +87,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "on_train_batch_end": "`outputs` is what `training_step` returned; a dict with `lockstep.lightning`",
         "optimizers": "objects whose `step` and `zero_grad` keep ranks together; the optimizer is their `.optimizer`; "
         "`step` returns None",
+        "optimizer_step": "called once the gradients are ready; its closure returns the loss",
         "toggled_optimizer": "with `lockstep.lightning`",
     },
     "Methods and hooks of LightningDataModule": {
@@ -109,6 +110,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "BatchSizeFinder": "trials are runs of their own, of fit only, and at least one",
         "Checkpoint": "a base class for callbacks of your own, beside which the default ModelCheckpoint saves",
         "DeviceStatsMonitor": "`DeviceStats`, whose values have other names",
+        "EarlyStopping": "a check that reaches a threshold counts in `best_score` and `wait_count` too",
         "EMAWeightAveraging": "`WeightAveraging(decay)`; buffers are not averaged: `use_buffers=False` for BatchNorm",
         "GradientAccumulationScheduler": "`accumulate_grad_batches` of the Trainer holds before its first epoch",
         "LearningRateMonitor": "works without a logger too; a value for each step of the optimizers; in "
@@ -120,6 +122,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "in a name becomes `_`; `save_last` is the same save under another name, once; without `monitor` the "
         "`save_top_k` newest are kept, in `best_k_models` too; a metric of training steps is there when steps are "
         "logged; `format_checkpoint_name` is the name without folder and ending; NaN stays NaN; "
+        "a metric in `filename` that is missing is `nan`, not 0; "
         "`train_time_interval` is checked every `log_every_n_steps` steps; `save_on_exception` is refused",
         "ModelSummary": "the table and its sums; no `in_sizes` and the like",
         "ProgressBar": "not a base class for bars of your own; shown if it is given, whatever `enable_progress_bar` "

@@ -173,3 +173,21 @@ def _(pl: Any, folder: Path) -> Any:
     before = multiprocessing.active_children()
     fit(pl, classifier(pl)(), batches)
     return len(set(multiprocessing.active_children()) - set(before))
+
+
+@differs("a `CombinedLoader` in `predict`", "ValueError", 1)
+def _(pl: Any, folder: Path) -> Any:
+    def predict_step(self: Any, batch: Any, batch_idx: int) -> int:
+        return len(batch)
+
+    both = part(pl, "utilities").CombinedLoader([loader(4), loader(4)], "min_size")
+    return seen(lambda: len(pl.Trainer(**QUIET).predict(classifier(pl, predict_step=predict_step)(), both)))
+
+
+@differs('`num_val_batches` of a `CombinedLoader` that is not `"sequential"`', [1, 2], [1])
+def _(pl: Any, folder: Path) -> Any:
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+    both = part(pl, "utilities").CombinedLoader([loader(4), loader(8)], "min_size")
+    return fit(pl, classifier(pl, validation_step=validation_step)(), val=both).num_val_batches

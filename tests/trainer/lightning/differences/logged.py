@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torchmetrics
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -40,10 +41,11 @@ def _(pl: Any, folder: Path) -> Any:
     return [bool(steps), len(steps)]
 
 
-@differs("what `validate` and `test` return", [{}], [{"x": 0.5}])
+@differs("what `validate` and `test` return", [{}], [{"x": 0.5, "y": 1.0}])
 def _(pl: Any, folder: Path) -> Any:
     def test_step(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("x", float(batch_idx), on_step=True, on_epoch=False)
+        self.log("y", 1.0, logger=False)
 
     return pl.Trainer(**QUIET).test(classifier(pl, test_step=test_step)(), loader(8), verbose=False)
 
@@ -119,3 +121,56 @@ def _(pl: Any, folder: Path) -> Any:
     module = classifier(pl, validation_step=validation_step)()
     module.mean = MeanMetric()
     return float(fit(pl, module, val=[loader(4), loader(4)]).callback_metrics["x"])
+
+
+@differs("one metric object that is logged in the steps of several loaders", [2.0, 4.0], "ValueError")
+def _(pl: Any, folder: Path) -> Any:
+    def validation_step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.rows(float(len(batch[0])))
+        self.log("rows", self.rows)
+
+    module = classifier(pl, validation_step=validation_step)()
+    module.rows = torchmetrics.SumMetric()
+
+    def rows_logged() -> list[float]:
+        metrics = fit(pl, module, val=[loader(2), loader(2)]).callback_metrics
+        return [value.item() for name, value in metrics.items() if name.startswith("rows")]
+
+    return seen(rows_logged)
+
+
+@differs("weight in means of a batch of several loaders", 1.5, round(5 / 3, 4))
+def _(pl: Any, folder: Path) -> Any:
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log("batches", sum(part is not None for part in batch))
+
+    both = part(pl, "utilities").CombinedLoader([loader(8), loader(4)], "max_size")
+    trainer = fit(pl, classifier(pl, validation_step=validation_step)(), val=both)
+    return round(trainer.callback_metrics["batches"].item(), 4)
+
+
+@differs("values of the training epoch in the validation at its end", False, True)
+def _(pl: Any, folder: Path) -> Any:
+    found: list[bool] = []
+
+    def on_validation_epoch_end(self: Any) -> None:
+        found.append("train_loss_epoch" in self.trainer.callback_metrics)
+
+    fit(pl, classifier(pl, on_validation_epoch_end=on_validation_epoch_end)(), val=loader(4))
+    return found[0]
+
+
+@differs("what `training_step` logs before and after a hook that logs, in manual optimization", 1.0, 0.5)
+def _(pl: Any, folder: Path) -> Any:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log("before", float(batch_idx), on_step=False, on_epoch=True)
+        self.manual_backward(self(batch[0]).sum())
+        self.log("after", 1.0)
+        self.optimizers().step()
+
+    def on_after_backward(self: Any) -> None:
+        self.log("between", 1.0)
+
+    module = classifier(pl, training_step=training_step, on_after_backward=on_after_backward)()
+    module.automatic_optimization = False
+    return fit(pl, module).callback_metrics["before"].item()

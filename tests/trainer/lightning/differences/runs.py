@@ -177,10 +177,33 @@ def _(pl: Any, folder: Path) -> Any:
     return _files(folder)
 
 
-@differs("`check_val_every_n_epoch` above 1 without validation", [], ["a.ckpt"])
+@differs("`check_val_every_n_epoch` above 1, or None, without validation", [], ["a.ckpt", "b.ckpt"])
 def _(pl: Any, folder: Path) -> Any:
-    callback = pl.callbacks.ModelCheckpoint(folder, "a")
-    fit(pl, classifier(pl)(), callbacks=callback, enable_checkpointing=True, check_val_every_n_epoch=2)
+    for name, options in (
+        ("a", {"check_val_every_n_epoch": 2}),
+        ("b", {"check_val_every_n_epoch": None, "val_check_interval": 2}),
+    ):
+        callback = pl.callbacks.ModelCheckpoint(folder, name)
+        fit(pl, classifier(pl)(), callbacks=callback, enable_checkpointing=True, **options)
+    return _files(folder)
+
+
+@differs(
+    "a ModelCheckpoint that monitors a training metric, and validations that are not once an epoch",
+    ["step=4.ckpt"],
+    ["step=2.ckpt", "step=4.ckpt"],
+)
+def _(pl: Any, folder: Path) -> Any:
+    options = {"max_epochs": 2, "enable_checkpointing": True, "check_val_every_n_epoch": 2}
+    callback = pl.callbacks.ModelCheckpoint(folder, "{step}", monitor="train_loss", save_top_k=-1)
+    fit(pl, classifier(pl)(), val=loader(4), callbacks=callback, **options)
+    return _files(folder)
+
+
+@differs("`save_last` with `fast_dev_run`", ["last.ckpt"], [])
+def _(pl: Any, folder: Path) -> Any:
+    callback = pl.callbacks.ModelCheckpoint(folder, save_last=True)
+    fit(pl, classifier(pl)(), callbacks=callback, enable_checkpointing=True, fast_dev_run=True)
     return _files(folder)
 
 

@@ -287,3 +287,46 @@ def _(pl: Any, folder: Path) -> Any:
 
     fit(pl, classifier(pl, on_validation_batch_start=on_validation_batch_start)(), val=loader(4))
     return given
+
+
+@differs(
+    "a batch whose `training_step` returns None, or whose `optimizer_step` does not step",
+    [[4, 0.0001], [4, 0.0001]],
+    [[2, 0.01], [2, 0.01]],
+)
+def _(pl: Any, folder: Path) -> Any:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]).sum() if batch_idx % 2 else None
+
+    def optimizer_step(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(optimizer_closure)
+        else:
+            optimizer_closure()
+
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def outcome(**attributes: Any) -> list[float]:
+        trainer = fit(pl, classifier(pl, configure_optimizers=configure_optimizers, **attributes)(), loader(16))
+        return [trainer.global_step, round(trainer.optimizers[0].param_groups[0]["lr"], 6)]
+
+    return [outcome(training_step=training_step), outcome(optimizer_step=optimizer_step)]
+
+
+@differs("the closure of `optimizer_step`", ["step", "loss"], ["loss", "step"])
+def _(pl: Any, folder: Path) -> Any:
+    order: list[str] = []
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        order.append("loss")
+        return self(batch[0]).sum()
+
+    def optimizer_step(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        order.append("step")
+        optimizer.step(optimizer_closure)
+
+    fit(pl, classifier(pl, training_step=training_step, optimizer_step=optimizer_step)(), loader(4))
+    return order
