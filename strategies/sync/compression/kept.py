@@ -50,7 +50,7 @@ def keeping_nothing(compressor: Compressor) -> Iterator[None]:
 
 def encoded(compressor: Compressor, tensor: Tensor, encoding: Encoding) -> list[Tensor]:
     """What `encode` gives, with contiguous tensors. Raises TypeError for what is not a list of tensors or cannot be
-    averaged, RuntimeError if the tensor was changed."""
+    averaged or saved, RuntimeError if the tensor was changed."""
     before, payload = tensor._version, compressor.encode(tensor, encoding)
     if _is_ours(compressor):
         return list(payload)
@@ -65,6 +65,7 @@ def encoded(compressor: Compressor, tensor: Tensor, encoding: Encoding) -> list[
             f"tensor of {wrong[0]}; return floating-point tensors, or say linear = False"
         )
     _refuse_written(compressor, tensor, before, "encode")
+    _check_kind_of_memory(compressor, encoding)
     return [each.contiguous() for each in payload]
 
 
@@ -84,6 +85,7 @@ def decoded(compressor: Compressor, payload: Sequence[Tensor], encoding: Encodin
         )
     if source is not None:
         _refuse_written(compressor, source, before, "decode")
+    _check_kind_of_memory(compressor, encoding)
     return found.to(encoding.dtype)
 
 
@@ -93,6 +95,16 @@ def _refuse_written(compressor: Compressor, tensor: Tensor, before: int, method:
             f"{type(compressor).__name__}.{method} changed the tensor that is encoded in place, so that what was not "
             "sent of it would be lost; compute another tensor, or clone it"
         )
+
+
+def _check_kind_of_memory(compressor: Compressor, encoding: Encoding) -> None:
+    memory: Mapping[Any, Any] = encoding.memory
+    for key, value in memory.items():
+        if not isinstance(value, Tensor) or not isinstance(key, str) or "/" in key:
+            raise TypeError(
+                f"{type(compressor).__name__} has put encoding.memory[{key!r}], of type {type(value).__name__}, which "
+                "no checkpoint can hold; put tensors there, under names without '/'"
+            )
 
 
 def apart(encoding: Encoding, share: int, compressor: Compressor) -> Encoding:

@@ -391,6 +391,33 @@ def test_what_no_checkpoint_has_is_refused(kind: type[Compressor], message: str)
         _ = [run.step([*gradients({"w": (2,)}, 2, step)]) for step in range(2)]
 
 
+class Remembering(Halving):
+    def __init__(self, linear: bool, method: str, key: Any, value: Any) -> None:
+        self.linear, self.method, self.item = linear, method, (key, value)
+
+    def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        if self.method == "encode":
+            encoding.memory.update([self.item])
+        return super().encode(tensor, encoding)
+
+    def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
+        if self.method == "decode":
+            encoding.memory.update([self.item])
+        return super().decode(payload, encoding)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("key", "value"), [("steps", 1), ("means", [torch.ones(1)]), (1, torch.ones(1)), ("a/b", torch.ones(1))]
+)
+def test_memory_that_a_checkpoint_would_lose_is_refused(key: Any, value: Any) -> None:
+    for linear in (False, True):
+        for method in ("encode", "decode"):
+            run = Run(Remembering(linear, method, key, value), {"w": (2,)}, 2)
+            with pytest.raises(TypeError, match=rf"Remembering has put encoding.memory\[{key!r}\], of type"):
+                run.step([*gradients({"w": (2,)}, 2, 0)])
+
+
 class Returning(Halving):
     def __init__(self, linear: bool, encoded: Any, decoded: Any = lambda tensor: tensor) -> None:
         self.linear, self.encoded, self.decoded = linear, encoded, decoded
