@@ -189,15 +189,16 @@ def _(pl: Any, folder: Path) -> Any:
 
 
 @differs(
-    "a ModelCheckpoint that monitors a training metric, and validations that are not once an epoch",
-    ["step=4.ckpt"],
-    ["step=2.ckpt", "step=4.ckpt"],
+    "a ModelCheckpoint or EarlyStopping that monitors a training metric, and validations that are not once an epoch",
+    [["step=4.ckpt"], 4],
+    [["step=2.ckpt", "step=4.ckpt"], 2],
 )
 def _(pl: Any, folder: Path) -> Any:
-    options = {"max_epochs": 2, "enable_checkpointing": True, "check_val_every_n_epoch": 2}
-    callback = pl.callbacks.ModelCheckpoint(folder, "{step}", monitor="train_loss", save_top_k=-1)
-    fit(pl, classifier(pl)(), val=loader(4), callbacks=callback, **options)
-    return _files(folder)
+    options = {"max_epochs": 2, "val": loader(4), "check_val_every_n_epoch": 2}
+    saver = pl.callbacks.ModelCheckpoint(folder, "{step}", monitor="train_loss", save_top_k=-1)
+    fit(pl, classifier(pl)(), callbacks=saver, enable_checkpointing=True, **options)
+    stopper = pl.callbacks.EarlyStopping("train_loss", stopping_threshold=100.0)
+    return [_files(folder), fit(pl, classifier(pl)(), callbacks=stopper, **options).global_step]
 
 
 @differs("`save_last` with `fast_dev_run`", ["last.ckpt"], [])
