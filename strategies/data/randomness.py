@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -106,3 +110,60 @@ def seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
+
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_DEPTH, _MANY, _MOST = 8, 256, 20_000
+_OTHERS = frozenset({"torch", "numpy", "lockstep", "builtins", "collections", "functools", "random"})
+"""Packages in whose classes and functions nothing of the user's is."""
+
+
+def has_generator(value: Any) -> bool:
+    """Whether a function or an object of the user's can draw from a random generator of its own: one that it, what it
+    calls or what it holds has as a variable, an attribute, a default or an item. Also if it holds too much to tell."""
+    return _reaches(value, _DEPTH, set())
+
+
+def _reaches(value: Any, depth: int, seen: set[int]) -> bool:
+    if isinstance(value, _GENERATORS) or len(seen) > _MOST:
+        return True
+    if not depth or id(value) in seen or isinstance(value, torch.Tensor | np.ndarray | str | bytes | int | float):
+        return False
+    seen.add(id(value))
+    return any(_reaches(held, depth - 1, seen) for held in _held_by(value))
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return [*islice(value.values(), _MANY)]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [*islice(value, _MANY)]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, FunctionType):
+        return _held_by_function(value)
+    if isinstance(value, ModuleType) or type(value).__module__.partition(".")[0] in _OTHERS - {"builtins"}:
+        return []
+    if isinstance(value, type):
+        return [] if value.__module__.partition(".")[0] in _OTHERS else [*vars(value).values()]
+    return [getattr(value, "__dict__", {}), type(value)]
+
+
+def _held_by_function(function: FunctionType) -> Iterable[Any]:
+    if (function.__module__ or "").partition(".")[0] in _OTHERS:
+        return []
+    names: set[str] = set()
+    codes = [function.__code__]
+    for code in codes:
+        names.update(code.co_names)
+        codes.extend(const for const in code.co_consts if isinstance(const, CodeType))
+    held = [function.__globals__[name] for name in names if name in function.__globals__]
+    for module in [each for each in held if isinstance(each, ModuleType)]:
+        if module.__name__.partition(".")[0] not in _OTHERS:
+            held += [vars(module)[name] for name in names if name in vars(module)]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # of a variable that has no value yet
+            held.append(cell.cell_contents)
+    return [*held, function.__defaults__, function.__kwdefaults__, vars(function)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import random
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.strategies.data.randomness import has_generator
 from lockstep.strategies.launch.rng import kept_streams
 
 _WHOLE = (str, bytes, bool, int, float, complex, type(None))
@@ -25,6 +25,7 @@ ROWS, WHOLE, ACROSS, JOINED = 1, 2, 3, 4
 than the first; has the rows of all samples one after the other, several for each."""
 
 _SLOTS = 4096
+"""No more than `REAL_NUMEL` of plans, in which larger tensors have no memory to share."""
 
 
 class Shown:
@@ -32,14 +33,13 @@ class Shown:
     of one, and compares their shapes. Also in a DataLoader's workers, which share the table."""
 
     def __init__(self) -> None:
-        self._table = torch.zeros(_SLOTS, dtype=torch.int64).share_memory_()
+        self._table: Tensor | None = None
         self._found: dict[tuple[str, int], int] = {}
-        self._learns = False
 
     def of(self, path: str, value: Any) -> int | None:
         """`ROWS`, `WHOLE`, `ACROSS` or `JOINED`; None for a tensor or list that was not in these batches."""
         at = path, -1 if isinstance(value, list | tuple) else value.ndim
-        if not self._learns:
+        if self._table is None:
             return None
         if at not in self._found:
             key = _key(path, value)
@@ -52,11 +52,12 @@ class Shown:
     @property
     def is_taught(self) -> bool:
         """Whether anything has been learned, in any process."""
-        return bool(self._table.any())
+        return self._table is not None and bool(self._table.any())
 
     def collating(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """`collate_fn`, learning from what it is given."""
-        self._learns = True
+        if self._table is None:
+            self._table = torch.zeros(_SLOTS, dtype=torch.int64).share_memory_()
         return _Collate(collate_fn, self)
 
     def learn(self, batch: Any, n: int, parts: tuple[Any, Any], k: int) -> None:
@@ -69,10 +70,12 @@ class Shown:
                 continue
             sizes = list(zip(*shapes, strict=True))
             along = [dim for dim, lengths in enumerate(sizes) if lengths == (k, n - k, n)]
-            joined = sizes[0][0] + sizes[0][1] == sizes[0][2] > 0
+            of_tensors = any(isinstance(held, Tensor | np.ndarray) for _, held in sized(value, ""))  # not names
+            joined = of_tensors and sizes[0][0] + sizes[0][1] == sizes[0][2] > 0
             verdict = (ROWS if along[0] == 0 else ACROSS) if along else JOINED if joined else WHOLE
             found[_key(path, value)] = verdict
         if ROWS in found.values():  # else it makes batches of another size than it is asked for
+            assert self._table is not None
             for key, verdict in found.items():
                 self._table[key % _SLOTS] = key << 3 | verdict
 
@@ -119,21 +122,22 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 class _Collate:
     def __init__(self, collate_fn: Callable[[Any], Any], shown: Shown) -> None:
-        self._collate_fn, self._shown, self._trials = collate_fn, shown, 2
+        self._collate_fn, self._shown = collate_fn, shown
+        self._trials = 0 if has_generator(collate_fn) else 2
 
     def __call__(self, samples: Any) -> Any:
         if self._trials == 2 and self._shown.is_taught:  # in another worker, or in an earlier epoch
             self._trials = 0
-        again = _repeatable(self._collate_fn) if self._trials and isinstance(samples, list) else None
-        if again is None or len(samples) < 2:
+        if not self._trials or not isinstance(samples, list) or len(samples) < 2:
             return self._collate_fn(samples)
         self._trials -= 1
         k = len(samples) - 1
         try:
             with kept_streams():
+                again = _repeatable(self._collate_fn)
                 kept = copy.deepcopy(samples)  # which a collate function may change
                 parts = again(kept[:k]), again(kept[k:])
-        except Exception:  # some cannot make a batch of one sample
+        except Exception:  # some cannot make a batch of one sample, or be copied
             return self._collate_fn(samples)
         batch = self._collate_fn(samples)
         self._shown.learn(batch, len(samples), parts, k)
@@ -141,38 +145,13 @@ class _Collate:
 
 
 def _repeatable(collate_fn: Any) -> Any:
-    """`collate_fn` so that a call changes nothing that it keeps; None if it draws from a generator of its own."""
-    owner = getattr(collate_fn, "__self__", collate_fn)
-    function = getattr(collate_fn, "__func__", collate_fn)
+    """`collate_fn` so that a call changes no attribute of the object that it belongs to."""
     if isinstance(collate_fn, functools.partial):
-        inner = _repeatable(collate_fn.func)
-        held: list[Any] = [*collate_fn.args, *collate_fn.keywords.values()]
-        return (
-            None if inner is None or _draws(held) else functools.partial(inner, *collate_fn.args, **collate_fn.keywords)
-        )
-    code = getattr(function, "__code__", None)
-    held = [*getattr(owner, "__dict__", {}).values()]
-    if code is not None:
-        held += [function.__globals__.get(name) for name in code.co_names]
-        held += [cell.cell_contents for cell in function.__closure__ or () if _is_full(cell)]
-    if _draws(held):
-        return None
+        return functools.partial(_repeatable(collate_fn.func), *collate_fn.args, **collate_fn.keywords)
+    owner = getattr(collate_fn, "__self__", collate_fn)
     if owner is collate_fn:
-        return collate_fn if code is not None else copy.copy(collate_fn)
-    return MethodType(function, copy.copy(owner))
-
-
-def _draws(held: list[Any]) -> bool:
-    return any(
-        isinstance(v, torch.Generator | np.random.Generator | np.random.RandomState | random.Random) for v in held
-    )
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+        return collate_fn if hasattr(collate_fn, "__code__") else copy.copy(collate_fn)
+    return MethodType(collate_fn.__func__, copy.copy(owner))
 
 
 def sized(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -53,8 +53,9 @@ _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "; if you did not send it, this was probably the kernel's out-of-memory killer",
     signal.SIGABRT: (
-        "; gloo does so where ranks call different collectives: if its error is above, look for code that one rank "
-        "alone runs, as after `if trainer.is_global_zero`, and that calls one or reads a part of a sharded weight"
+        "; gloo does so where ranks call different collectives, and NCCL's watchdog when one takes too long: if their "
+        "error is above, look for code that one rank alone runs, as after `if trainer.is_global_zero`, and that calls "
+        "one or reads a part of a sharded weight"
     ),
 }
 """What a rank most likely died of."""

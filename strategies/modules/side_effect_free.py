@@ -47,7 +47,7 @@ def _put_back(modules: list[nn.Module]) -> Iterator[None]:
     for _, attributes, _ in before:
         for value in attributes.values():
             held.note(value)
-    metrics: list[Any] = [module for module in modules if hasattr(module, "_update_count")]
+    metrics: list[Any] = [module for module in modules if is_metric(module) and hasattr(module, "_update_count")]
     for metric in metrics:
         metric._update_count += _MANY
     try:

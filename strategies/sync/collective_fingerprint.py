@@ -111,7 +111,7 @@ class Calls:
         if reduction is not None:
             parts.append(reduction.op.name)
         if _refused is not None and (_refused[1] or name in _STACK or parts[1:] == ["SUM"]):
-            raise RuntimeError(f"{parts[0]} of torch.distributed was called in a step, but {_refused[0]}")
+            raise RuntimeError(f"{parts[0]} of torch.distributed was called here, but {_refused[0]}")
         if name in _EQUAL_SIZES:
             given = arguments[-1]
             for tensor in [given] if isinstance(given, Tensor) else tree_leaves(given):

@@ -21,7 +21,11 @@ _FEWEST_LOOKS = 4
 """Random numbers seldom grow as often, on every rank."""
 _LARGE = 2**24
 """From here on a number may be of bytes or nanoseconds."""
-_DIFFERS = re.compile(r"time|clock|elapsed|sec|_ms|_ns|dur|laten|mem|rss|bytes|seed|rng|pid|rank|worker", re.IGNORECASE)
+_DIFFERS = re.compile(
+    r"(?<![a-z])(times?|timers?|timings?|timestamps?|runtime|walltime|clocks?|elapsed|secs?|(milli|micro|nano)?seconds?|"
+    r"s|ms|us|ns|durations?|latenc(y|ies)|mem|memory|rss|bytes|seeds?|rng|pid|ranks?|workers?)(?![a-z])",
+    re.IGNORECASE,
+)
 """In names of what is each rank's own."""
 _LOSS = "a loss"
 _NOT_OF_USERS = ("torch", "lockstep", "torchmetrics", "builtins")

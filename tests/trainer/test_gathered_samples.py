@@ -82,7 +82,7 @@ def test_each_sample_counts_once(strategy: str, how: str) -> None:
     ],
 )
 def test_own_collectives_that_would_count_them_twice_are_refused(strategy: str, why: str, how: str) -> None:
-    with pytest.raises(RuntimeError, match=f"of torch.distributed was called in a step, but {why}"):
+    with pytest.raises(RuntimeError, match=f"of torch.distributed was called here, but {why}"):
         trained(how, strategy)
 
 
@@ -109,7 +109,7 @@ class ByHand(Centred):
 @pytest.mark.ranks
 @pytest.mark.parametrize("how", ["self.sum_over_ranks", "torch.distributed"])
 def test_manual_optimization_counts_each_sample_once(how: str) -> None:
-    refused = pytest.raises(RuntimeError, match="of torch.distributed was called in a step, but 2 ranks each share")
+    refused = pytest.raises(RuntimeError, match="of torch.distributed was called here, but 2 ranks each share")
     with refused if how == "torch.distributed" else nullcontext():
         found = []
         for strategy, devices in (("tensor", 2), ("single", 1)):
@@ -136,7 +136,7 @@ class InAClosure(Net):
 
 @pytest.mark.ranks
 def test_a_closure_is_a_part_of_the_step() -> None:
-    with pytest.raises(RuntimeError, match="allreduce of torch.distributed was called in a step, but 2 ranks each"):
+    with pytest.raises(RuntimeError, match="allreduce of torch.distributed was called here, but 2 ranks each"):
         quiet(strategy="tensor", devices=2, accelerator="cpu").fit(InAClosure(optimizer="SGD"), loader(16, 4))
 
 
@@ -166,7 +166,7 @@ class Counts(Net):
 @pytest.mark.ranks
 @pytest.mark.parametrize("how", [*HOW[:2], "torch.distributed"])
 def test_a_step_of_an_evaluation_counts_each_sample_once(how: str) -> None:
-    refused = pytest.raises(RuntimeError, match="allreduce of torch.distributed was called in a step, but 2 ranks each")
+    refused = pytest.raises(RuntimeError, match="allreduce of torch.distributed was called here, but 2 ranks each")
     with refused if how == "torch.distributed" else nullcontext():
         quiet(strategy="tensor", devices=2, accelerator="cpu").validate(Counts(how), loader(16, 4), verbose=False)
 
@@ -175,7 +175,7 @@ def test_a_step_of_an_evaluation_counts_each_sample_once(how: str) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("how", HOW)
 def test_a_step_of_an_evaluation_calls_no_collective_where_only_the_last_stage_ends_it(how: str) -> None:
-    with pytest.raises(RuntimeError, match="was called in a step, but a pipeline runs a step in parts"):
+    with pytest.raises(RuntimeError, match="was called here, but a pipeline runs a step in parts"):
         quiet(strategy="pipeline", devices=2, accelerator="cpu").validate(Counts(how), loader(16, 4), verbose=False)
 
 
@@ -189,14 +189,19 @@ class CountsInHook(Counts):
 
 @pytest.mark.ranks
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("how", HOW[:2])
-def test_a_hook_of_a_batch_calls_no_collective_where_ranks_without_samples_do_not_call_it(how: str) -> None:
-    trainer = quiet(strategy="ddp", devices=2, accelerator="cpu", split_batches=True)
-    trainer.validate(CountsInHook(how), loader(16, 4), verbose=False)
+@pytest.mark.parametrize(
+    ("how", "devices", "last"), [(HOW[0], 2, (4, 1)), (HOW[1], 2, (4, 1)), (HOW[0], 3, (4, 2))], ids=str
+)
+def test_a_hook_of_a_batch_calls_no_collective_where_ranks_without_samples_do_not_call_it(
+    how: str, devices: int, last: tuple[int, int]
+) -> None:
+    """The last batch has `last` samples, of which every rank has some, or not."""
+    trainer = quiet(strategy="ddp", devices=devices, accelerator="cpu", split_batches=True)
+    trainer.validate(CountsInHook(how), loader(12 + last[0], 6), verbose=False)
     with pytest.raises(
         RuntimeError, match="ranks without samples of this batch of an evaluation do not call its hooks"
     ):
-        trainer.validate(CountsInHook(how), loader(17, 4), verbose=False)
+        trainer.validate(CountsInHook(how), loader(12 + last[1], 6), verbose=False)
 
 
 class Measured(Net):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.trainer.checkpoint import snapshot, store
-from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError
+from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError, WeightsOnlyError
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
 from lockstep.trainer.run import publish
 from lockstep.trainer.run.folder import RunFolder, is_written
@@ -184,7 +184,10 @@ def _searched(run: RunState, base: Path) -> Path:
 def _newest(
     run: RunState, base: Path, version: str | int | None, skipped: Container[Any]
 ) -> tuple[str | None, str] | None:
-    """The newest valid checkpoint of the given version, else of the newest version that has one."""
+    """The newest valid checkpoint of the given version, else of the newest version that has one.
+
+    Raises WeightsOnlyError if there are only checkpoints of weights alone.
+    """
     callback, search = run.checkpoint_callback, partial(store.newest, without=skipped, opens=partial(resumable, run))
     if callback is not None and callback.dirpath:
         found = search(callback.dirpath)
@@ -194,10 +197,17 @@ def _newest(
         if version is not None
         else sorted(base.glob("version_*"), key=_version_number, reverse=True)
     )
+    refused: WeightsOnlyError | None = None
     for folder in candidates:
-        found = search(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
+        try:
+            found = search(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
+        except WeightsOnlyError as error:
+            refused = refused or error
+            continue
         if found is not None:
             return folder.name, str(found)
+    if refused is not None:
+        raise refused
     return None
 
 

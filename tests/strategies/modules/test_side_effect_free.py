@@ -102,3 +102,13 @@ def test_metrics_count_nothing_but_a_reset_within_holds(without_effect: Any) -> 
         metric.update(4.0)
     assert model.all.compute() == {"sum": 6, "mean": 3} and model.rows.compute().tolist() == [2, 4]
     assert model.reset.compute() == model.begun.compute() == 4 and model.rows.update_count == 2
+
+
+def test_a_count_of_the_users_that_is_called_as_a_metrics_is_as_it_was() -> None:
+    model: Any = nn.Module()
+    model.target = nn.Linear(2, 2)
+    model.target._update_count = 2
+    with side_effect_free(model):
+        assert model.target._update_count % 3 == 2
+        model.target._update_count = 0
+    assert model.target._update_count == 2

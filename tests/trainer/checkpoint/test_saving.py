@@ -243,7 +243,12 @@ def test_auto_resumes_from_an_older_checkpoint_than_one_of_weights_alone(tmp_pat
     trainer, resumed = fit(tmp_path, *savers(), ckpt_path="auto")
     assert trainer.log_dir == str(folder.parent)
     assert equal(weights(resumed), weights(fit(tmp_path / "other")[1]))
-    shutil.rmtree(folder / "step=6")
+    newer = tmp_path / "Net/version_1/checkpoints"
+    newer.mkdir(parents=True)
+    shutil.copytree(folder / "weights", newer / "weights")
+    assert fit(tmp_path, *savers(), ckpt_path="auto", max_steps=7)[0].log_dir == str(folder.parent)
+    for full in folder.glob("step=*"):
+        shutil.rmtree(full)
     with pytest.raises(CheckpointError, match="weights has only weights, so it cannot be resumed"):
         fit(tmp_path, *savers(), ckpt_path="auto", max_steps=8)
 
