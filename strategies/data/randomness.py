@@ -112,7 +112,6 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH, _MANY, _MOST = 8, 256, 20_000
 _OTHERS = frozenset({"torch", "numpy", "lockstep", "builtins", "collections", "functools", "random"})
 """Packages in whose classes and functions nothing of the user's is."""
@@ -125,7 +124,8 @@ def has_generator(value: Any) -> bool:
 
 
 def _reaches(value: Any, depth: int, seen: set[int]) -> bool:
-    if isinstance(value, _GENERATORS) or len(seen) > _MOST:
+    kinds = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
+    if isinstance(value, kinds) or len(seen) > _MOST:
         return True
     if not depth or id(value) in seen or isinstance(value, torch.Tensor | np.ndarray | str | bytes | int | float):
         return False

@@ -22,8 +22,8 @@ _FEWEST_LOOKS = 4
 _LARGE = 2**24
 """From here on a number may be of bytes or nanoseconds."""
 _DIFFERS = re.compile(
-    r"(?<![a-z])(times?|timers?|timings?|timestamps?|runtime|walltime|clocks?|elapsed|secs?|(milli|micro|nano)?seconds?|"
-    r"s|ms|us|ns|durations?|latenc(y|ies)|mem|memory|rss|bytes|seeds?|rng|pid|ranks?|workers?)(?![a-z])",
+    r"(?<![a-z])(times?|timers?|timings?|timestamps?|runtime|walltime|clocks?|elapsed|durations?|latenc(y|ies)|secs?|"
+    r"(milli|micro|nano)?seconds?|s|ms|us|ns|mem|memory|rss|bytes|seeds?|rng|pid|ranks?|workers?)(?![a-z])",
     re.IGNORECASE,
 )
 """In names of what is each rank's own."""
