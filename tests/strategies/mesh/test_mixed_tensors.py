@@ -70,9 +70,9 @@ class ToNumpy(Perceptron):
         self.net[0].weight.detach().numpy()
 
 
-class ClipsInHook(Perceptron):
+class JoinsInHook(Perceptron):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        torch.cat([parameter.grad.reshape(-1) for parameter in self.parameters()])
 
 
 class MovesWeightsInHook(Perceptron):
@@ -85,10 +85,9 @@ class MovesWeightsInHook(Perceptron):
     ("make", "strategy", "message"),
     [
         (
-            ClipsInHook,
+            JoinsInHook,
             "tensor",
-            r"ClipsInHook.on_before_optimizer_step computes \(aten\._foreach_norm\) .*trainer.whole.* "
-            r"gradient_clip_val",
+            r"JoinsInHook.on_before_optimizer_step computes \(aten\.cat\) .*trainer.whole.* gradient_clip_val",
         ),
         (MovesWeightsInHook, "fsdp", r"assigned to `data` of a parameter of shape \[16, 8\] .*trainer.whole"),
         (PenalizedWeights, "tensor", "training_step computes .* weights or gradients that are sharded .*trainer.whole"),
