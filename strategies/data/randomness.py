@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -112,57 +113,87 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
-_DEPTH, _MANY, _MOST = 8, 256, 20_000
+_MANY, _MOST = 256, 20_000
 _OTHERS = frozenset({"torch", "numpy", "lockstep", "builtins", "collections", "functools", "random"})
-"""Packages in whose classes and functions nothing of the user's is."""
+"""Packages whose functions and classes are not read."""
+_LEAVES = (torch.Tensor, np.ndarray, str, bytes, int, float, complex, type(None), CodeType)
 
 
 def has_generator(value: Any) -> bool:
-    """Whether a function or an object of the user's can draw from a random generator of its own: one that it, what it
-    calls or what it holds has as a variable, an attribute, a default or an item. Also if it holds too much to tell."""
-    return _reaches(value, _DEPTH, set())
-
-
-def _reaches(value: Any, depth: int, seen: set[int]) -> bool:
-    kinds = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
-    if isinstance(value, kinds) or len(seen) > _MOST:
+    """Whether a function or an object of the user's may draw from a random generator of its own: one that it, what it
+    calls or what it holds has as a variable, an attribute, a default or an item. Also if that cannot be told, as it
+    holds too much or does not let itself be read."""
+    try:
+        return _has_generator(value)
+    except Exception:  # attributes of lazy objects
         return True
-    if not depth or id(value) in seen or isinstance(value, torch.Tensor | np.ndarray | str | bytes | int | float):
-        return False
-    seen.add(id(value))
-    return any(_reaches(held, depth - 1, seen) for held in _held_by(value))
 
 
-def _held_by(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return [*islice(value.values(), _MANY)]
-    if isinstance(value, list | tuple | set | frozenset):
-        return [*islice(value, _MANY)]
-    if isinstance(value, partial):
-        return [value.func, value.args, value.keywords]
-    if isinstance(value, MethodType):
-        return [value.__self__, value.__func__]
+def _has_generator(value: Any) -> bool:
+    kinds = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
+    shared = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
+    seen: dict[int, Any] = {}
+    found = deque([value])  # objects are kept, so that no other one gets their id
+    while found:
+        now = found.popleft()
+        if id(now) in seen or id(now) in shared or isinstance(now, _LEAVES):
+            continue
+        if isinstance(now, kinds) or len(seen) > _MOST:
+            return True
+        seen[id(now)] = now
+        found.extend(_held_by(now))
+    return False
+
+
+def _held_by(value: Any) -> list[Any]:
     if isinstance(value, FunctionType):
         return _held_by_function(value)
-    if isinstance(value, ModuleType) or type(value).__module__.partition(".")[0] in _OTHERS - {"builtins"}:
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, ModuleType):
         return []
+    if isinstance(value, staticmethod | classmethod | property):
+        return [value.fget if isinstance(value, property) else value.__func__]
     if isinstance(value, type):
-        return [] if value.__module__.partition(".")[0] in _OTHERS else [*vars(value).values()]
-    return [getattr(value, "__dict__", {}), type(value)]
+        return [] if _is_other(value.__module__) else [*vars(value).values()]
+    held = [getattr(value, "__self__", None), *type(value).__mro__]
+    if isinstance(value, partial):
+        held += [value.func, value.args, value.keywords]
+    if isinstance(value, dict):
+        held += islice(dict.values(value), _MANY)
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        held += islice(value, _MANY)
+    slots = {name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))}
+    for name in ("__dict__", *sorted(slots)):
+        with suppress(AttributeError):
+            held.append(object.__getattribute__(value, name))
+    return held
 
 
-def _held_by_function(function: FunctionType) -> Iterable[Any]:
-    if (function.__module__ or "").partition(".")[0] in _OTHERS:
-        return []
+def _names(slots: Any) -> Iterable[str]:
+    return [slots] if isinstance(slots, str) else [*slots]
+
+
+def _is_other(module: Any) -> bool:
+    return str(module).partition(".")[0] in _OTHERS
+
+
+def _held_by_function(function: FunctionType) -> list[Any]:
+    held = [getattr(function, "__wrapped__", None)]
+    if _is_other(function.__globals__.get("__name__")):
+        return held
     names: set[str] = set()
     codes = [function.__code__]
     for code in codes:
         names.update(code.co_names)
         codes.extend(const for const in code.co_consts if isinstance(const, CodeType))
-    held = [function.__globals__[name] for name in names if name in function.__globals__]
-    for module in [each for each in held if isinstance(each, ModuleType)]:
-        if module.__name__.partition(".")[0] not in _OTHERS:
-            held += [vars(module)[name] for name in names if name in vars(module)]
+    held += [function.__globals__[name] for name in sorted(names) if name in function.__globals__]
+    modules = [each for each in held if isinstance(each, ModuleType)]
+    for module in modules:
+        if not _is_other(module.__name__):
+            inner = [vars(module)[name] for name in sorted(names) if name in vars(module)]
+            modules += [each for each in inner if isinstance(each, ModuleType) and each not in modules]
+            held += inner
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # of a variable that has no value yet
             held.append(cell.cell_contents)

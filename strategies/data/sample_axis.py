@@ -25,7 +25,7 @@ ROWS, WHOLE, ACROSS, JOINED = 1, 2, 3, 4
 than the first; has the rows of all samples one after the other, several for each."""
 
 _SLOTS = 4096
-"""No more than `REAL_NUMEL` of plans, in which larger tensors have no memory to share."""
+"""At most `REAL_NUMEL` of `strategies/planning/trial_mode.py`: a larger tensor is fake in a plan, and not shared."""
 
 
 class Shown:
@@ -70,8 +70,7 @@ class Shown:
                 continue
             sizes = list(zip(*shapes, strict=True))
             along = [dim for dim, lengths in enumerate(sizes) if lengths == (k, n - k, n)]
-            of_tensors = any(isinstance(held, Tensor | np.ndarray) for _, held in sized(value, ""))  # not names
-            joined = of_tensors and sizes[0][0] + sizes[0][1] == sizes[0][2] > 0
+            joined = sizes[0][0] + sizes[0][1] == sizes[0][2] > 0
             verdict = (ROWS if along[0] == 0 else ACROSS) if along else JOINED if joined else WHOLE
             found[_key(path, value)] = verdict
         if ROWS in found.values():  # else it makes batches of another size than it is asked for
@@ -123,7 +122,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 class _Collate:
     def __init__(self, collate_fn: Callable[[Any], Any], shown: Shown) -> None:
         self._collate_fn, self._shown = collate_fn, shown
-        self._trials = 0 if has_generator(collate_fn) else 2
+        self._trials = 0 if shown.is_taught or has_generator(collate_fn) else 2
 
     def __call__(self, samples: Any) -> Any:
         if self._trials == 2 and self._shown.is_taught:  # in another worker, or in an earlier epoch

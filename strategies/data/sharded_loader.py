@@ -162,6 +162,11 @@ class ShardedLoader:
         return self._source.may_filter
 
     @property
+    def is_even(self) -> bool:
+        """Whether the samples of each window are shared over ranks as evenly as they can be."""
+        return self.batch_size is not None and not self._source.counts_own and not self.may_filter
+
+    @property
     def rows_each(self) -> list[tuple[float, float]]:
         """The least and the most rows that the collate function, of each loader in this one, has made of a sample in
         what was read so far; infinity and 0 if nothing tells."""

@@ -22,10 +22,10 @@ _FEWEST_LOOKS = 4
 _LARGE = 2**24
 """From here on a number may be of bytes or nanoseconds."""
 _DIFFERS = re.compile(
-    r"(?<![a-z])(times?|timers?|timings?|timestamps?|runtime|walltime|clocks?|elapsed|durations?|latenc(y|ies)|secs?|"
-    r"(milli|micro|nano)?seconds?|s|ms|us|ns|mem|memory|rss|bytes|seeds?|rng|pid|ranks?|workers?)(?![a-z])",
-    re.IGNORECASE,
+    r"(?<![a-z])(\w*times?|timers?|timings?|timestamps?|clocks?|elapsed|durations?|latenc(y|ies)|[mun]?secs?|"
+    r"(milli|micro|nano)?seconds?|s|ms|us|ns|mem|memory|(max)?rss|[a-z]*bytes|seeds?|rng|pid|ranks?|workers?)(?![a-z])"
 )
+_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 """In names of what is each rank's own."""
 _LOSS = "a loss"
 _NOT_OF_USERS = ("torch", "lockstep", "torchmetrics", "builtins")
@@ -110,7 +110,11 @@ class GrowingCounts:
         """The names of what may count; None if too few batches have run to tell."""
         if len(self._seen) < _FEWEST_LOOKS:
             return None
-        return [name for name in self._seen[-1] if not _DIFFERS.search(name) and self._growths(name) > 1]
+        return [
+            name
+            for name in self._seen[-1]
+            if not _DIFFERS.search(_CAPITAL.sub("_", name).lower()) and self._growths(name) > 1
+        ]
 
     def values(self, names: Iterable[str]) -> list[float]:
         """What the numbers are now; NaN for one that has not grown on this rank, such as of what rank 0 writes."""

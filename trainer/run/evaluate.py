@@ -283,9 +283,8 @@ def _evaluate_loader(
             metrics.is_ambiguous = micro_batch.is_ambiguous and (shares is not None or strategy.topology.data_size > 1)
             real = micro_batch.num_samples > 0
             data_size = strategy.topology.data_size
-            idle = window.num_samples < data_size
-            if loader.batch_size is None:  # batches that were made elsewhere are dealt whole
-                idle = window.num_samples <= (data_size - 1) * micro_batch.num_samples
+            most = data_size - 1 if loader.is_even else (data_size - 1) * micro_batch.num_samples
+            idle = window.num_samples <= most  # so that some rank may have none
             if real:
                 _call(what.batch_start, batch, batch_idx, index, idle=idle)
             numbers = (batch_idx, index) if several else (batch_idx,)

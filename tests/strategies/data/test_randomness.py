@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import random
+from random import shuffle
 from typing import Any
 
 import numpy as np
+import omegaconf
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from lockstep.strategies.data.randomness import has_generator
 
@@ -52,6 +55,64 @@ class Calls(Collate):
         return in_a_helper(samples)
 
 
+class Inherits(Calls):
+    pass
+
+
+class Static:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any = None) -> None:
+        self.held = held
+
+    @staticmethod
+    def draw() -> Any:
+        return RNG.normal()
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return samples
+
+
+class Slots:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any = None) -> None:
+        self.held = held
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return samples
+
+
+class Unreadable(Collate):
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, generator: Any = None) -> None:
+        super().__init__()
+        self.generator = generator
+
+
+@functools.wraps(default_collate)
+def wraps(samples: list[Any]) -> Any:
+    return in_a_helper(samples)
+
+
+@functools.lru_cache
+def cached(samples: Any) -> Any:
+    return in_a_helper(samples)
+
+
+def shuffles(samples: list[Any]) -> Any:
+    shuffle(samples)
+    return samples
+
+
+def nested(depth: int) -> Any:
+    return Transform(nested(depth - 1)) if depth else RNG
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("function", "has_one"),
@@ -68,6 +129,19 @@ class Calls(Collate):
         (OfClass(), True),
         (Calls(), True),
         (functools.partial(of_all_streams, RNG), True),
+        (Inherits(), True),
+        (Static(), True),
+        (Slots(), False),
+        (Slots(random.Random(0)), True),
+        (functools.partial(of_all_streams, Unreadable()), True),
+        (Collate(torch.nn.Sequential(Layer())), False),
+        (Collate(torch.nn.Sequential(Layer(RNG))), True),
+        (wraps, True),
+        (cached, True),
+        (shuffles, False),
+        (random.Random(0).random, True),
+        (Collate(nested(12)), True),
+        (Collate(omegaconf.OmegaConf.create({"missing": "???"})), True),
     ],
 )
 def test_a_generator_of_the_users_is_found(function: Any, has_one: bool) -> None:

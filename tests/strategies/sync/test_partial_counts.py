@@ -147,6 +147,7 @@ class CountsToo(Callback):
         ({"correct": [0, 3, 3, 5, 9]}, True),
         ({"intersection": [0, 3, 3, 5, 9]}, True),
         ({"step_seconds": [0, 3, 3, 5, 9]}, False),
+        ({"elapsedTime": [0, 3, 3, 5, 9]}, False),
         ({"last": [0, 3, 1, 5, 9]}, False),
         ({"largest": [0, 3, 3, 3, 3]}, False),
         ({"loss": [0, 0.5, 1, 1.5, 2]}, False),
