@@ -121,8 +121,8 @@ _LEAVES = (torch.Tensor, np.ndarray, str, bytes, int, float, complex, type(None)
 
 def has_generator(value: Any) -> bool:
     """Whether a function or an object of the user's may draw from a random generator of its own: one that it, what it
-    calls or what it holds has as a variable, an attribute, a default or an item. Also if that cannot be told, as it
-    holds too much or does not let itself be read."""
+    calls or what it holds has as a variable, an attribute, a default or an item. Also if it holds too much to search
+    or cannot be read."""
     try:
         return _has_generator(value)
     except Exception:  # attributes of lazy objects
