@@ -67,7 +67,7 @@ class Rows:
             )
         if first and fits:
             self.repeated.see(path, value)
-        return first and fits
+        return first
 
 
 def cut(batch: Any, num_rows: int, num_parts: int, rows: Rows | None = None) -> list[tuple[Any, int]]:

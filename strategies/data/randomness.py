@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from lockstep.strategies.data.permutation import mix
+from lockstep.strategies.launch.program.functions import named_by
 
 
 class Randomness:
@@ -182,19 +183,4 @@ def _held_by_function(function: FunctionType) -> list[Any]:
     held = [getattr(function, "__wrapped__", None)]
     if _is_other(function.__globals__.get("__name__")):
         return held
-    names: set[str] = set()
-    codes = [function.__code__]
-    for code in codes:
-        names.update(code.co_names)
-        codes.extend(const for const in code.co_consts if isinstance(const, CodeType))
-    held += [function.__globals__[name] for name in sorted(names) if name in function.__globals__]
-    modules = [each for each in held if isinstance(each, ModuleType)]
-    for module in modules:
-        if not _is_other(module.__name__):
-            inner = [vars(module)[name] for name in sorted(names) if name in vars(module)]
-            modules += [each for each in inner if isinstance(each, ModuleType) and each not in modules]
-            held += inner
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # of a variable that has no value yet
-            held.append(cell.cell_contents)
-    return [*held, function.__defaults__, function.__kwdefaults__, vars(function)]
+    return [*held, *named_by(function), function.__defaults__, function.__kwdefaults__, vars(function)]

@@ -13,8 +13,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from lockstep.strategies.launch.program.functions import codes_of, named_by
 from lockstep.strategies.mesh.mesh_model import MeshModel
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.mesh.tensor_plan.altered import watch_hooks
@@ -306,10 +306,11 @@ def _reads_weights(module: nn.Module) -> bool:
     words = _OF_WEIGHTS
     while called:
         functions = {function for thing in called for function in _functions_of(thing)} - seen
-        if any(not words.isdisjoint(_names(code)) for function in functions for code in _codes(function)):
+        if any(not words.isdisjoint(_names(code)) for function in functions for code in codes_of(function)):
             return True
         seen |= functions
-        called, words = [helper for function in functions for helper in _helpers(function)], _OF_LAYERS
+        helpers = (helper for function in functions for helper in named_by(function))
+        called, words = [helper for helper in helpers if isinstance(helper, FunctionType)], _OF_LAYERS
     return False
 
 
@@ -324,24 +325,6 @@ def _functions_of(thing: Any) -> Iterator[FunctionType]:
             yield from () if _is_foreign(function) else (function,)
         elif not _is_foreign(type(thing)):  # an object that can be called
             yield from (f for cls in type(thing).__mro__ for f in vars(cls).values() if isinstance(f, FunctionType))
-
-
-def _helpers(function: FunctionType) -> Iterator[Any]:
-    """The functions that a function may call: of its closure, and those among the globals that it names."""
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # an empty one
-            yield cell.cell_contents
-    names = {name for code in _codes(function) for name in code.co_names}
-    found = [function.__globals__[name] for name in names if name in function.__globals__]
-    found += [vars(module).get(name) for module in found if isinstance(module, ModuleType) for name in names]
-    yield from (helper for helper in found if isinstance(helper, FunctionType))
-
-
-def _codes(function: FunctionType) -> list[CodeType]:
-    codes = [function.__code__]
-    for code in codes:  # grows
-        codes += (inner for inner in code.co_consts if isinstance(inner, CodeType))
-    return codes
 
 
 def _names(code: CodeType) -> Iterator[str]:

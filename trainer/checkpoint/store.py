@@ -162,7 +162,7 @@ def newest(
     Temporary folders are skipped; an aside copy counts where a kill fell between the two renames of a replacement.
     Those in `without`, which are values of `identity`, do not count.
 
-    Raises the WeightsOnlyError of the newest for which `opens` does, where there is no other.
+    Raises WeightsOnlyError, which `opens` has raised for the newest, if all valid ones hold only weights.
     """
     weights_only: WeightsOnlyError | None = None
     folder = Path(os.path.abspath(folder))

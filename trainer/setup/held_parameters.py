@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.strategies.launch.program.functions import codes_of
 from lockstep.trainer.setup.user_state import OF_TENSOR, is_theirs, is_users_class
 
 if TYPE_CHECKING:
@@ -224,9 +225,8 @@ def _memory(tensor: Tensor) -> int:
 
 def _globals_of(function: FunctionType) -> dict[str, Any]:
     """What a function uses that may hold tensors; of other functions those of its file."""
-    codes, found = [function.__code__], dict[str, Any]()
+    codes, found = codes_of(function), dict[str, Any]()
     for code in codes:
-        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
         for key in code.co_names:  # of attributes too
             value = function.__globals__.get(key)
             if isinstance(value, FunctionType):

@@ -13,13 +13,14 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.strategies.launch.program.functions import codes_of
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.sync.contents import checksum
 from lockstep.trainer.metrics.model_parts import ModelParts, Parts
@@ -360,9 +361,7 @@ def _global_generators(kind: type) -> dict[str, Any]:
     of the same file that these call."""
     functions, found = [value for value in vars(kind).values() if isinstance(value, FunctionType)], dict[str, Any]()
     for function in functions:
-        codes = [function.__code__]
-        for code in codes:
-            codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+        for code in codes_of(function):
             for key in code.co_names:
                 value = function.__globals__.get(key)
                 if isinstance(value, FunctionType) and value.__module__ == kind.__module__ and value not in functions:

@@ -129,3 +129,21 @@ class WithLength:
 )
 def test_batch_sizes_are_guessed(batch: Any, expected: int) -> None:
     assert guess_batch_size(batch) == expected
+
+
+class OfItsOwn(Stream):
+    shards_itself = True
+
+
+@pytest.mark.parametrize(
+    ("loader", "is_even"),
+    [
+        (DataLoader(range(10), 4), True),
+        (DataLoader(range(10), 4, collate_fn=list), False),
+        (DataLoader(range(10), batch_size=None), False),
+        (DataLoader(OfItsOwn(10), 4), False),
+    ],
+    ids=["cut", "filtered", "one by one", "shards itself"],
+)
+def test_samples_are_even_over_ranks_where_the_loader_cuts_them(loader: DataLoader, is_even: bool) -> None:
+    assert ShardedLoader(loader, rank=0, size=2, seed=0, sum_over_ranks=lambda number: number).is_even is is_even

@@ -1,0 +1,31 @@
+"""What the code of a function can reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+
+def codes_of(function: FunctionType) -> list[CodeType]:
+    """Its code, and that of the functions, comprehensions and classes within it."""
+    codes = [function.__code__]
+    for code in codes:  # grows
+        codes += (inner for inner in code.co_consts if isinstance(inner, CodeType))
+    return codes
+
+
+def named_by(function: FunctionType) -> Iterator[Any]:
+    """The variables of its closure, the globals that it names, and what it may name of modules among these."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # of a variable that has no value yet
+            yield cell.cell_contents
+    names = sorted({name for code in codes_of(function) for name in code.co_names})
+    found = [function.__globals__[name] for name in names if name in function.__globals__]
+    yield from found
+    modules = [value for value in found if isinstance(value, ModuleType)]
+    for module in modules:  # grows by modules within packages
+        inner = [vars(module)[name] for name in names if name in vars(module)]
+        modules += (value for value in inner if isinstance(value, ModuleType) and value not in modules)
+        yield from inner
