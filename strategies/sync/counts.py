@@ -25,8 +25,8 @@ _DIFFERS = re.compile(
     r"(?<![a-z])(\w*times?|timers?|timings?|timestamps?|clocks?|elapsed|durations?|latenc(y|ies)|[mun]?secs?|"
     r"(milli|micro|nano)?seconds?|s|ms|us|ns|mem|memory|(max)?rss|[a-z]*bytes|seeds?|rng|pid|ranks?|workers?)(?![a-z])"
 )
+"""In names, by lower-case words, of what is each rank's own."""
 _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
-"""In names of what is each rank's own."""
 _LOSS = "a loss"
 _NOT_OF_USERS = ("torch", "lockstep", "torchmetrics", "builtins")
 _OF_MODULES = frozenset(vars(nn.Module()))
