@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+import time
+import timeit
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice, pairwise
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from lockstep.strategies.launch.program.functions import named_by
 
 _MOST_LOOKS = 4
 _MOST = 64
@@ -26,6 +31,8 @@ _DIFFERS = re.compile(
     r"(milli|micro|nano)?seconds?|s|ms|us|ns|mem|memory|(max)?rss|[a-z]*bytes|seeds?|rng|pid|ranks?|workers?)(?![a-z])"
 )
 """In names, by lower-case words, of what is each rank's own."""
+_CLOCKS = [read for name, read in vars(time).items() if "time" in name or name.startswith(("perf", "mono"))]
+_CLOCKS.append(timeit.default_timer)
 _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _LOSS = "a loss"
 _NOT_OF_USERS = ("torch", "lockstep", "torchmetrics", "builtins")
@@ -83,15 +90,17 @@ class PartialCounts:
 
 
 class GrowingCounts:
-    """Looks on each rank at numbers that may count something, such as correct predictions: whole ones that never fall
-    while its first batches run. One that then differs between ranks counts a part on each.
+    """Looks on each rank at numbers that may add up something, such as correct predictions or accuracies: those that
+    never fall while its first batches run. One that then differs between ranks is of a part on each.
 
-    Clocks, memory and seeds differ too, so names that tell of them are left alone, and large numbers.
+    Clocks, memory and seeds differ too, so names that tell of them are left alone, and large numbers; and fractions
+    where code of the user's reads a clock.
     """
 
     def __init__(self, owners: Mapping[str, Any]) -> None:
         self._owners = owners
         self._seen: list[dict[str, float]] = []
+        self._fractions = True
 
     @property
     def has_begun(self) -> bool:
@@ -110,6 +119,7 @@ class GrowingCounts:
         """The names of what may count; None if too few batches have run to tell."""
         if len(self._seen) < _FEWEST_LOOKS:
             return None
+        self._fractions = not _reads_a_clock(self._owners.values())
         return [
             name
             for name in self._seen[-1]
@@ -125,17 +135,20 @@ class GrowingCounts:
         """In how many looks the number had grown; -1 if it does not count."""
         values = [seen[name] for seen in self._seen if name in seen]
         steps = [after - before for before, after in pairwise(values)]
-        if len(values) < _FEWEST_LOOKS - 1 or not all(value.is_integer() and abs(value) < _LARGE for value in values):
+        whole = all(value.is_integer() for value in values)
+        if len(values) < _FEWEST_LOOKS - 1 or not (whole or self._fractions):
+            return -1
+        if not all(abs(value) < _LARGE for value in values):  # infinite or no number, too
             return -1
         return -1 if min(steps) < 0 else sum(step > 0 for step in steps)
 
 
 def warn_of_differing(found: Mapping[str, Iterable[float]], strategy: str, instead: str) -> None:
-    """Warn of counts that ranks have made of their own parts, by name with the values of the ranks."""
-    shown = [f"{name} ({', '.join(f'{value:.0f}' for value in values)})" for name, values in found.items()]
+    """Warn of what ranks have added up of their own parts, by name with the values of the ranks."""
+    shown = [f"{name} ({', '.join(f'{value:.8g}' for value in values)})" for name, values in found.items()]
     if shown:
         warnings.warn(
-            f"attributes count something else on each rank under {strategy}, and not the whole as on one process: "
+            f"attributes add up something else on each rank under {strategy}, and not the whole as on one process: "
             f"{', '.join(shown)}; {instead}",
             stacklevel=2,
         )
@@ -187,6 +200,18 @@ def _numbers(owners: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             place = ".".join(filter(None, (prefix, path)))
             for name, value in _attributes(layer):
                 yield from _numbers_in(f"{place}.{name}".lstrip("."), value, seen, 2)
+
+
+def _reads_a_clock(owners: Iterable[Any]) -> bool:
+    """Whether a method of a class of the user's among these, of layers and of objects in attributes names a clock."""
+    classes = set[type]()
+    for owner in owners:
+        for layer in owner.modules() if isinstance(owner, nn.Module) else [owner]:
+            held = [type(value) for _, value in _attributes(layer)]
+            classes |= {base for kind in (type(layer), *held) for base in kind.__mro__}
+    users = [kind for kind in classes if kind.__module__.partition(".")[0] not in _NOT_OF_USERS]
+    methods = [method for kind in users for method in vars(kind).values() if isinstance(method, FunctionType)]
+    return any(value is clock for method in methods for value in named_by(method) for clock in _CLOCKS)
 
 
 def _numbers_in(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, float]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -150,13 +152,16 @@ class CountsToo(Callback):
         ({"elapsedTime": [0, 3, 3, 5, 9]}, False),
         ({"last": [0, 3, 1, 5, 9]}, False),
         ({"largest": [0, 3, 3, 3, 3]}, False),
-        ({"loss": [0, 0.5, 1, 1.5, 2]}, False),
+        ({"accuracies": [0, 0.5, 0.5, 1.5, 2.25]}, True),
+        ({"mean": [0, 0.1, 0.19, 0.27, 0.34]}, True),
+        ({"mean": [0, 1, 0.9, 1.27, 1.34]}, False),
+        ({"total": [0, 1.5, math.nan, math.nan, math.nan]}, False),
         ({"resident": [2**28, 2**28 + 1, 2**28 + 2, 2**28 + 3, 2**28 + 4]}, False),
         ({"elapsed_ms": [0, 1, 2, 3, 4]}, False),
         ({"correct": [0, 3, 4]}, None),
     ],
 )
-def test_what_may_count_are_whole_numbers_that_never_fall(values: dict[str, list[float]], counts: bool | None) -> None:
+def test_what_may_add_up_are_numbers_that_never_fall(values: dict[str, list[float]], counts: bool | None) -> None:
     ((name, numbers),) = values.items()
     model = Model()
     growing = GrowingCounts({"": model})
@@ -167,17 +172,38 @@ def test_what_may_count_are_whole_numbers_that_never_fall(values: dict[str, list
     assert growing.done is (len(numbers) > 4)
 
 
+class Timed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.count = 0.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total -= time.perf_counter()
+        return x
+
+
+def test_fractions_are_left_alone_where_code_reads_a_clock() -> None:
+    model = nn.Sequential(Timed())
+    growing = GrowingCounts({"": model})
+    for number in range(5):
+        vars(model[0]).update(total=number / 2, count=number)
+        growing.look()
+    assert growing.found() == ["0.count"]
+
+
 class Correct(Base):
     """What counts guesses, on this rank or on all, and what differs by rank otherwise."""
 
     def __init__(self) -> None:
         super().__init__()
         self.correct = self.of_all = self.validated = self.last = self.written = 0
+        self.accuracies = 0.0
         self.elapsed_ms = 0.0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         found = 1 + self.global_rank + batch_idx % 2
         self.correct += found
+        self.accuracies += found / 8
         self.of_all += int(self.sum_over_ranks(found))
         self.last = (7 * batch_idx) % (3 + self.global_rank)
         self.elapsed_ms += 5 + self.global_rank
@@ -194,9 +220,10 @@ def test_counts_that_differ_between_ranks_are_named(capfd: pytest.CaptureFixture
     with warnings.catch_warnings():  # which the ranks print
         warnings.simplefilter("always")
         quiet(max_epochs=1, **options).fit(Correct(), batches(96, torch.float32), batches(96))
-    lines = [line for line in capfd.readouterr().err.splitlines() if "count something else on each rank" in line]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "add up something else on each rank" in line]
     named = [line.split("one process: ")[1].split("; ")[0] for line in lines]
     assert [name.split(" (")[0] for name in named] == ["correct", "validated"]
+    assert "accuracies (" in named[0]
 
 
 @pytest.mark.ranks
