@@ -5,8 +5,9 @@
 CHECKOUT is a clone of github.com/Lightning-AI/pytorch-lightning. Each file below its tests/tests_pytorch runs in a
 process of its own, whose imports of `lightning` and `pytorch_lightning` give `lockstep.lightning`; only Fabric, the
 demos and what the tests' helpers need come from the clone itself. Counted are the tests that passed, failed and were
-skipped. A file that imports a name which is not offered is not collected, and one that runs longer than the timeout is
-not counted. Without CHECKOUT nothing runs. `--match loops` takes the files with "loops" in their path.
+skipped. A name that is not offered, private ones among them, may be imported, and fails the tests that use it. A file
+that runs longer than the timeout is not counted. Without CHECKOUT nothing runs. `--match loops` takes the files with
+"loops" in their path.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKOUT = "LOCKSTEP_LIGHTNING_CHECKOUT"
@@ -109,10 +113,10 @@ class Mapped(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         try:
             importlib.import_module(ours(name))
         except ModuleNotFoundError:
-            return self._of_checkout(name)
+            return self._of_checkout(name) or ModuleSpec(name, self, is_package=True)
         return ModuleSpec(name, self, is_package=True)
 
-    def _of_checkout(self, name: str) -> ModuleSpec:
+    def _of_checkout(self, name: str) -> ModuleSpec | None:
         full = name.replace("pytorch_lightning", "lightning.pytorch", 1)
         if full.startswith(FROM_CHECKOUT):
             place = self.checkout.joinpath("src", *full.split("."))
@@ -122,12 +126,39 @@ class Mapped(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                     spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=inside)
                     assert spec is not None
                     return spec
-        raise ModuleNotFoundError(f"lockstep.lightning has no module for {name}", name=name)
+        return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return importlib.import_module(ours(spec.name))
+        try:
+            module = importlib.import_module(ours(spec.name))
+        except ModuleNotFoundError:
+            module = ModuleType(spec.name)
+        offered = getattr(module, "__getattr__", None)
+
+        def find(name: str) -> Any:
+            if offered is not None:
+                with suppress(ImportError, AttributeError):
+                    return offered(name)
+            return _Absent.__getattr__(NotOffered, name)
+
+        module.__getattr__ = find  # type: ignore[method-assign]
+        return module
 
     def exec_module(self, module: ModuleType) -> None: ...
+
+
+class _Absent(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(name, (NotOffered,), {})
+
+
+class NotOffered(Exception, metaclass=_Absent):
+    """What stands for a name that `lockstep.lightning` lacks."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        pytest.fail(f"lockstep.lightning has no {type(self).__name__}")
 
 
 def ours(name: str) -> str:
