@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,7 @@ def add_saved_groups(model: nn.Module, optimizer: Optimizer, saved: list[dict[st
 
 HOW = ("capturable", "differentiable", "foreach", "fused")
 """Options of torch's optimizers that choose the kernels of a step: those of this run hold, not those saved."""
+_MOST = torch.finfo(torch.float32).max
 
 
 def taken(optimizer: Optimizer, key: str, saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +83,8 @@ def taken(optimizer: Optimizer, key: str, saved: dict[str, Any], now: dict[str, 
         if name in ("params", *HOW) or name not in saved or isinstance(saved[name], Tensor):
             continue
         # Nothing but the code changes a flag of torch's optimizers, and their state depends on it.
-        if not is_alike(saved[name], value) or (own and isinstance(value, bool) and saved[name] != value):
+        is_changed = own and isinstance(value, bool) and saved[name] != value
+        if not is_alike(saved[name], value) or is_changed or (own and not _fits_tensors(saved[name])):
             raise ValueError(f"optimizer {key!r} has {name}={value!r}, but {saved[name]!r:.60} was saved")
     if own:  # its own constructor knows what its options may be; the rate is a scheduler's business
         takes = inspect.signature(type(optimizer)).parameters.keys() - {"params", "lr", *HOW}
@@ -105,6 +108,15 @@ def is_alike(saved: Any, now: Any) -> bool:
     if isinstance(now, dict):
         return isinstance(saved, dict) and all(is_alike(saved[key], now[key]) for key in saved.keys() & now.keys())
     return True
+
+
+def _fits_tensors(option: Any) -> bool:
+    """Whether torch can compute a step with it: an int of at most 64 bits, a finite float in the range of float32."""
+    if isinstance(option, list | tuple):
+        return all(map(_fits_tensors, option))
+    if isinstance(option, int):
+        return -(1 << 63) <= option < 1 << 63
+    return not isinstance(option, float) or not _MOST < abs(option) < math.inf
 
 
 def _first_difference(saved: list[list[str]], have: list[list[str]]) -> str:

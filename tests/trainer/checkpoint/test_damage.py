@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import time
 from collections import Counter
@@ -310,6 +311,25 @@ def test_a_forged_order_of_dimensions_is_refused(file: str, tmp_path: Path, fitt
         with pytest.raises(CheckpointError, match=f"{file} has no valid order of the dimensions of the tensor"):
             fit(folder)
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "option", "is_now", "value"), [("net", "eps", 1e-8, 2**80), ("norm", "lr", 0.01, 1e308)]
+)
+def test_a_forged_option_that_no_step_can_compute_with_is_refused(
+    tmp_path: Path, fitted: Path, optimizer: str, option: str, is_now: float, value: float
+) -> None:
+    folder = tmp_path / "a"
+    shutil.copytree(fitted, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    tree = json.loads((folder / "state.json").read_text())
+    tree["strategy"]["optimizers"][optimizer]["param_groups"][0][option] = value
+    replace(folder, manifest, "state.json", json.dumps(tree).encode())
+    sign(folder, manifest)
+    with pytest.raises(
+        CheckpointError, match=re.escape(f"optimizer {optimizer!r} has {option}={is_now}, but {value} was saved")
+    ):
+        fit(folder)
 
 
 def test_a_forged_number_of_ranks_is_refused_at_once(tmp_path: Path, two_ranks: Path, fitted: Path) -> None:
