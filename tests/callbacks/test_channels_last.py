@@ -23,7 +23,7 @@ class Pixels(Module):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(
-            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
         )
         self.layouts: set[bool] = set()
 
