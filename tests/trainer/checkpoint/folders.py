@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import subprocess
+import symtable
 import sys
 import threading
 from collections.abc import Callable
@@ -102,7 +104,17 @@ def leftovers(folder: Path) -> list[str]:
     return [name for name in os.listdir(folder) if name.startswith(".")]
 
 
+def undefined(code: str) -> set[str]:
+    """Names that a program uses and does not define, also in lines that only other arguments of it reach."""
+    scopes = [symtable.symtable(code, "<string>", "exec")]
+    defined = {s.get_name() for s in scopes[0].get_symbols() if s.is_assigned() or s.is_imported()} | set(dir(builtins))
+    for scope in scopes:
+        scopes += scope.get_children()
+    return {s.get_name() for scope in scopes for s in scope.get_symbols() if s.is_global()} - defined
+
+
 def script(code: str, *arguments: object, prefix: tuple[str, ...] = (), timeout_s: float = 60) -> str:
+    assert not undefined(code)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [*prefix, sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)

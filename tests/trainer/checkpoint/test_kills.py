@@ -36,7 +36,7 @@ def run(mode):
     folder = root / mode
     path = folder / "last"
     if mode == "fallback":
-        checkpoint_folder.exchange = lambda one, other: False
+        directory.exchange = lambda one, other: False
     names = ["last", "twin"] if mode == "twins" else ["last"]
     twins = [folder / name for name in names[1:]]
     seen = set()
@@ -88,7 +88,7 @@ def test_a_kill_before_any_change_on_the_disk_leaves_the_old_or_the_new_one(
     # In memory where there is such a folder, as a disk would be waited for thousands of times.
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
-        lines = script(AT_EVERY_CALL, folder, *modes).split("\n")
+        lines = script(AT_EVERY_CALL, folder, *modes, timeout_s=600).split("\n")
     points = {line.split()[0]: int(line.split()[1]) for line in lines if line}
     assert points.keys() == set(modes)
     # Fewer would mean that the kills miss something.
