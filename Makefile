@@ -25,7 +25,7 @@ test-fast: .venv/.installed ## Run the tests that start no process, in one to th
 	$(TEST_ENV) $(BIN)/pytest -n $(JOBS) --dist worksteal -m "unit and not slow"
 
 test-slow: .venv/.installed ## Run the tests that take too long for every day
-	$(TEST_ENV) $(BIN)/pytest -m slow --timeout 1800
+	$(TEST_ENV) $(BIN)/pytest -m slow
 
 # On a machine with an environment of its own: make test-gpu PYTEST="python3 -m pytest"
 test-gpu: $(if $(PYTEST),,.venv/.installed) ## Run the tests that need a GPU, and say what they covered

@@ -28,7 +28,7 @@ from hypothesis import settings
 
 from lockstep.strategies.launch import forkserver
 from lockstep.strategies.launch.program import changes
-from tests import daily, gpu_report
+from tests import daily, gpu_report, kinds
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 LAUNCHER_PREFIXES = (
@@ -66,8 +66,6 @@ settings.load_profile("ci")  # the same examples every time, and no deadline: th
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(REPO_ROOT / ".pytest_cache" / "hypothesis"))
 
 
-KINDS = ("ranks", "faults", "docs")
-"""Markers of tests that may start processes. Every other test is marked `unit`, and fails if it does."""
 _STARTS = ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen", "socket.sendmsg")
 """Audit events of a start: the last is the launcher's request to its fork server."""
 _running: pytest.Item | None = None
@@ -129,15 +127,23 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> Iterator[Any]:
+    found = yield
+    if isinstance(found, list):
+        kinds.check([case for case in found if isinstance(case, pytest.Item)])
+    return found
+
+
 @pytest.hookimpl(wrapper=True)  # before tests are chosen by their markers, and after it
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     # Files with tests that take long begin first, so that none of them is what all workers wait for at the end.
     long = {item.path for item in items if any(map(item.get_closest_marker, ("timeout", "faults", "docs")))}
     files = {path: i for i, path in enumerate(dict.fromkeys(item.path for item in items))}
     items.sort(key=lambda item: (item.path not in long, files[item.path], _group(item)))
-    for item in items:
-        if not any(item.get_closest_marker(kind) for kind in KINDS):
-            item.add_marker(pytest.mark.unit)
+    kinds.mark(items)
+    if config.option.timeout is None:
+        kinds.limit_time(items)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -31,6 +31,7 @@ def test_the_example_has_at_most_150_lines() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.unit
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("server", ["fedavg", "fedprox=0.01", "scaffold"])
 def test_rounds_reach_95_percent_in_a_fifth_of_those_of_fedsgd(server: str, tmp_path: Path) -> None:

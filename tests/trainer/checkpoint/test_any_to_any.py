@@ -118,6 +118,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize(("precision", "source", "target"), PAIRS)
 def test_every_strategy_continues_where_every_other_one_was(
     tmp_path: Path, saved: Callable[[str, str], Path], precision: str, source: str, target: str

@@ -214,6 +214,7 @@ def test_items_of_lists_are_compiled_and_not_the_list() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize(("make", "devices"), [(SingleDevice, 1), (FSDP, 2), (TensorParallel, 2)])
 def test_the_default_backend_compiles(make: Callable[[], Strategy], devices: int) -> None:
     plain, compiled = trained(make, devices, "32-true"), trained(make, devices, "32-true", compile=True)
