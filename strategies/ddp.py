@@ -168,6 +168,8 @@ class DDP(SPMDStrategy):
             if len(window.micro_batches) > 1 and self.compressor is not None:
                 raise partial_gradient("compress sends the gradient of a whole step")
             hooks = wrapped.sum_each(hooks, len(window.micro_batches))
+        elif self._first_window and self._options["static_graph"] and hooks.automatic:
+            hooks = wrapped.sum_each(hooks, len(window.micro_batches))  # which is what DDP does in it
         hooks = hooks._replace(prepare=functools.partial(prepared, hooks=hooks, changes=self._changes))
         with shared(self._buffers, window, self.name):
             result = super().forward_backward(wrapped, step_fn, window, hooks)
@@ -248,8 +250,9 @@ class DDP(SPMDStrategy):
         wrapped.begin_micro_batch(on)
         if wrapped.ddp is not None:
             # What DDP.no_sync does. With static_graph the whole first window must be exchanged: torch records
-            # the graph in it and asserts otherwise.
-            wrapped.ddp.require_backward_grad_sync = on or (self._first_window and self._options["static_graph"])
+            # the graph in it and asserts otherwise, and makes its buckets again in a forward.
+            self._forward_writes = self._first_window and self._options["static_graph"]
+            wrapped.ddp.require_backward_grad_sync = on or self._forward_writes
 
     def end_backward(self, wrapped: nn.Module) -> None:
         assert isinstance(wrapped, Replica)

@@ -94,6 +94,8 @@ class ManualOptimization(UserChanges):
         """The ranks with which this one steps; None for all."""
         self._watched: list[nn.Parameter] = []
         """The wrapped model's parameters."""
+        self._forward_writes = False
+        """Whether the engine writes to gradients in a forward, so that a change tells nothing of the user's code."""
         self._by_hand: list[nn.Parameter] = []
         """Parameters to whose gradients a backward of this rank alone has added since the last check."""
         self._sums = False

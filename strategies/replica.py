@@ -158,11 +158,18 @@ class Replica(nn.Module):
     def begin_micro_batch(self, is_last: bool) -> None:
         self._is_last, self._has_run, self.micro_batches = is_last, False, self.micro_batches + 1
         if self._sums_each:
-            self._aside = [(p, p.grad) for p in self._trained.values()]
+            in_buckets = self.ddp is not None and self.ddp.require_backward_grad_sync  # which DDP writes to again
+            gradients = ((p, p.grad) for p in self._trained.values())
+            self._aside = [(p, g.clone() if in_buckets and g is not None else g) for p, g in gradients]
             for parameter in self._trained.values():
                 parameter.grad = None
 
     def _begin_loss(self, hooks: StepHooks, loss: torch.Tensor) -> None:
+        if self._has_run and not hooks.whole_gradients:
+            raise RuntimeError(
+                "training_step returns several losses, and static_graph=True takes the graph of the first for that of "
+                "the step; add the losses, or remove static_graph"
+            )
         if self._has_run:
             raise partial_gradient("DDP reduces the gradients of several losses together")
         self._has_run = True
@@ -173,7 +180,7 @@ class Replica(nn.Module):
     def _end_loss(self) -> None:
         if not self._sums_each:
             return
-        if not self._is_last:
+        if self.ddp is not None and not self.ddp.require_backward_grad_sync:  # else DDP has summed them
             sum_gradients(list(self._trained.values()))
         for parameter, gradient in self._aside:
             if parameter.grad is None:

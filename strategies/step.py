@@ -85,7 +85,7 @@ class SPMDStep(ManualOptimization):
             if self._in_group:
                 self.set_gradient_sync(wrapped, i == last)
             call = run if micro_batch.num_samples else self.run_padding(wrapped, step_fn)
-            marks = None if alone else gradient_marks(self._watched)
+            marks = None if alone or self._forward_writes else gradient_marks(self._watched)
             if autocast is None:
                 output = call(micro_batch.batch, micro_batch.batch_idx)
             else:

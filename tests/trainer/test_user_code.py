@@ -425,6 +425,29 @@ def test_what_ddp_cannot_follow_is_refused(make: Callable[[], Module], message: 
         fitted(make(), "ddp", 2)
 
 
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_a_static_graph_sums_the_first_micro_batches_once(accumulate: int) -> None:
+    static = fitted(Base(), DDP(static_graph=True), 2, accumulate_grad_batches=accumulate)
+    assert_same(static, fitted(Base(), "single", 1, accumulate_grad_batches=accumulate))
+
+
+class TwoLosses(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0])
+        return {"body": hidden.square().mean(), "head": F.cross_entropy(self.net[4](hidden.detach()), batch[1])}
+
+    def configure_optimizers(self) -> Any:
+        return {
+            "body": torch.optim.SGD(self.net[:4].parameters(), lr=0.1),
+            "head": torch.optim.SGD(self.net[4].parameters(), lr=0.1),
+        }
+
+
+def test_a_static_graph_of_several_losses_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="several losses, and static_graph=True takes the graph of the first"):
+        fitted(TwoLosses(), DDP(static_graph=True), 2)
+
+
 class Drops(Base):
     """One rank changes its gradients once they are reduced, and torch does not count it."""
 
