@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,16 @@ from lockstep.callbacks.base import Callback, check_number
 
 if TYPE_CHECKING:
     from lockstep import Module, Trainer
+
+
+class EarlyStoppingReason(Enum):
+    """Why `EarlyStopping` stopped a run."""
+
+    NOT_STOPPED = 0
+    STOPPING_THRESHOLD = 1
+    DIVERGENCE_THRESHOLD = 2
+    PATIENCE_EXHAUSTED = 3
+    NON_FINITE_METRIC = 4
 
 
 class EarlyStopping(Callback):
@@ -45,8 +56,10 @@ class EarlyStopping(Callback):
     """Checks since the last improvement."""
     stopped_epoch: int
     """Index of the epoch in which it stopped the run; 0 where it has not, see `stopping_reason`."""
-    stopping_reason: str | None
-    """Why it stopped the run, in one sentence; None where it has not."""
+    stopping_reason: EarlyStoppingReason
+    """Why it stopped the run."""
+    stopping_reason_message: str | None
+    """The same in one sentence; None where it has not stopped the run."""
 
     def __init__(
         self,
@@ -92,7 +105,8 @@ class EarlyStopping(Callback):
         return {
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
-            "stopping_reason": self.stopping_reason,
+            "stopping_reason": self.stopping_reason.value,
+            "stopping_reason_message": self.stopping_reason_message,
             "best_score": float(self.best_score),
             "last_score": self._last,
             "check_on_train_epoch_end": self._metric.at_epoch_end,
@@ -102,7 +116,8 @@ class EarlyStopping(Callback):
         check_keys("EarlyStopping", state_dict, set(self.state_dict()))
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
-        self.stopping_reason = state_dict["stopping_reason"]
+        self.stopping_reason = EarlyStoppingReason(state_dict["stopping_reason"])
+        self.stopping_reason_message = state_dict["stopping_reason_message"]
         self.best_score = torch.tensor(state_dict["best_score"], dtype=torch.float64)
         self._last = state_dict["last_score"]
         if self._metric.at_epoch_end is None:
@@ -118,10 +133,10 @@ class EarlyStopping(Callback):
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         if (
-            self._fitting and self.stopping_reason and self._reason()
+            self._fitting and self.stopping_reason_message and self._reason()[1]
         ):  # resumed where it had stopped: stop there again, unless the options allow more now
             trainer.should_stop = True
-            trainer.print(f"EarlyStopping: the resumed run had already stopped: {self.stopping_reason}")
+            trainer.print(f"EarlyStopping: the resumed run had already stopped: {self.stopping_reason_message}")
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         if self._fitting and not trainer.sanity_checking:
@@ -134,7 +149,7 @@ class EarlyStopping(Callback):
     def _reset(self) -> None:
         self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf, dtype=torch.float64)
         self.wait_count = self.stopped_epoch = 0
-        self.stopping_reason = None
+        self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
         self._last = math.nan
 
     def _check(self, trainer: Trainer, *, epoch_end: bool) -> None:
@@ -156,26 +171,28 @@ class EarlyStopping(Callback):
             self.wait_count = 0
         else:
             self.wait_count += 1
-        self.stopping_reason = self._reason()
-        if self.stopping_reason:
+        self.stopping_reason, self.stopping_reason_message = self._reason()
+        if self.stopping_reason_message:
             self.stopped_epoch = trainer.current_epoch
             trainer.should_stop = True
-            trainer.print(f"EarlyStopping: {self.stopping_reason}")
+            trainer.print(f"EarlyStopping: {self.stopping_reason_message}")
 
-    def _reason(self) -> str | None:
+    def _reason(self) -> tuple[EarlyStoppingReason, str | None]:
         """Why the last check must end the run, by the options of now."""
         shown = f"{self.monitor} = {self._last:.6g}"
         best = f"{float(self.best_score):.6g}"
         if self.check_finite and not math.isfinite(self._last):
-            return f"{shown} is not finite; the best was {best}"
+            return EarlyStoppingReason.NON_FINITE_METRIC, f"{shown} is not finite; the best was {best}"
         if self.stopping_threshold is not None and self._better(self._last, self.stopping_threshold):
-            return f"{shown} is better than the stopping threshold {self.stopping_threshold:.6g}"
+            threshold = f"the stopping threshold {self.stopping_threshold:.6g}"
+            return EarlyStoppingReason.STOPPING_THRESHOLD, f"{shown} is better than {threshold}"
         if self.divergence_threshold is not None and self._better(self.divergence_threshold, self._last):
-            return f"{shown} is worse than the divergence threshold {self.divergence_threshold:.6g}"
+            threshold = f"the divergence threshold {self.divergence_threshold:.6g}"
+            return EarlyStoppingReason.DIVERGENCE_THRESHOLD, f"{shown} is worse than {threshold}"
         if self.wait_count and self.wait_count >= self.patience:
             checks = "1 check" if self.wait_count == 1 else f"{self.wait_count} checks in a row"
-            return f"{shown}: {checks} without improvement over {best}"
-        return None
+            return EarlyStoppingReason.PATIENCE_EXHAUSTED, f"{shown}: {checks} without improvement over {best}"
+        return EarlyStoppingReason.NOT_STOPPED, None
 
     def _better(self, value: float, than: float) -> bool:
         return value < than if self.mode == "min" else value > than

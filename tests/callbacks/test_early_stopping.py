@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.callbacks.early_stopping import EarlyStopping
+from lockstep.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
 
 
 def start(callback: EarlyStopping, *, step: int = 0, **options: Any) -> Any:
@@ -53,8 +53,9 @@ def test_it_stops_after_patience_checks_without_improvement(capsys: pytest.Captu
     assert callback.wait_count == 2
     assert callback.stopped_epoch == 5
     assert callback.best_score.item() == 1.5
-    assert callback.stopping_reason == "val/loss = 1.75: 2 checks in a row without improvement over 1.5"
-    assert capsys.readouterr().out == f"EarlyStopping: {callback.stopping_reason}\n"
+    assert callback.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
+    assert callback.stopping_reason_message == "val/loss = 1.75: 2 checks in a row without improvement over 1.5"
+    assert capsys.readouterr().out == f"EarlyStopping: {callback.stopping_reason_message}\n"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,13 @@ def test_it_stops_after_patience_checks_without_improvement(capsys: pytest.Captu
 def test_criteria(options: dict[str, Any], values: tuple[float, ...], stops_at: int) -> None:
     callback = EarlyStopping("val/loss", **options)
     assert checks(callback, start(callback), *values) == stops_at
-    assert callback.stopping_reason
+    reasons = {
+        "stopping_threshold": EarlyStoppingReason.STOPPING_THRESHOLD,
+        "divergence_threshold": EarlyStoppingReason.DIVERGENCE_THRESHOLD,
+    }
+    by_metric = math.isfinite(values[-1]) or "check_finite" in options
+    usual = EarlyStoppingReason.PATIENCE_EXHAUSTED if by_metric else EarlyStoppingReason.NON_FINITE_METRIC
+    assert callback.stopping_reason is next((reasons[name] for name in options if name in reasons), usual)
     assert math.isfinite(callback.best_score)
 
 

@@ -35,6 +35,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
     },
     "pytorch.callbacks": {
         "callbacks": "Callback LambdaCallback LearningRateMonitor GradientAccumulationScheduler",
+        "callbacks.early_stopping": "EarlyStoppingReason",
         f"{OURS}.model_checkpoint": "Checkpoint ModelCheckpoint",
         f"{OURS}.finetuning": "BackboneFinetuning BaseFinetuning",
         f"{OURS}.callbacks": "BasePredictionWriter BatchSizeFinder "

@@ -43,6 +43,7 @@ def test_every_name_of_the_table_exists(path: str) -> None:
 def test_names_are_the_same_objects_by_every_path() -> None:
     assert L.LightningModule is pl.LightningModule and L.pytorch is pl
     assert model_checkpoint.ModelCheckpoint is pl.callbacks.ModelCheckpoint
+    assert early_stopping.EarlyStoppingReason(0).name == "NOT_STOPPED"
     assert early_stopping.EarlyStopping is importlib.import_module("lockstep.lightning").pytorch.callbacks.EarlyStopping
     assert L.Callback is callbacks.Callback
     assert issubclass(L.LightningModule, importlib.import_module("lockstep").Module)
