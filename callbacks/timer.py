@@ -25,7 +25,7 @@ class Timer(Callback):
 
     Args:
         duration: training time as `"DD:HH:MM:SS"`, a timedelta, or a dict of timedelta's arguments such as
-            `{"hours": 1, "minutes": 30}`; None only measures.
+            `{"hours": 1, "minutes": 30}`; None only measures, 0 trains no more than `min_epochs` and `min_steps` say.
         interval: when to check the clock: "step", after each batch, or "epoch", after each training epoch.
     """
 
@@ -37,14 +37,23 @@ class Timer(Callback):
         self.interval = interval
         self.duration_s = None if duration is None else seconds(duration, "duration")
         self._elapsed_s = dict.fromkeys(("train", "validate", "test", "predict"), 0.0)  # of spans that have ended
-        self._began: dict[str, float] = {}  # spans that run now, by the monotonic clock
+        self._began: dict[str, float] = {}  # by the monotonic clock, of the last span of each stage
+        self._ended: dict[str, float] = {}  # the same; not there while it runs
         self._deadline = float("inf")  # by the monotonic clock
 
     def time_elapsed(self, stage: Stage = "train") -> float:
         """Seconds spent in `stage` so far: "train", "validate", "test" or "predict"."""
         if stage not in self._elapsed_s:
             raise ValueError(f"stage must be one of {', '.join(self._elapsed_s)}, but it is {stage!r}")
-        return self._elapsed_s[stage] + (time.monotonic() - self._began[stage] if stage in self._began else 0.0)
+        return self._elapsed_s[stage] + (time.monotonic() - self._began[stage] if self._runs(stage) else 0.0)
+
+    def start_time(self, stage: Stage = "train") -> float | None:
+        """When `stage` last began, by `time.monotonic()`; None if it has not."""
+        return self._began.get(stage)
+
+    def end_time(self, stage: Stage = "train") -> float | None:
+        """When `stage` last ended, by `time.monotonic()`; None if it has not, or runs."""
+        return self._ended.get(stage)
 
     def time_remaining(self) -> float | None:
         """Seconds of training that are left, never below 0; None without a `duration`."""
@@ -57,7 +66,7 @@ class Timer(Callback):
         self._elapsed_s.update(state_dict["time_elapsed"])
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        self._began["train"] = time.monotonic()
+        self._begin("train")
         remaining = self.time_remaining()
         if remaining is not None:
             self._deadline = time.monotonic() + remaining
@@ -74,30 +83,38 @@ class Timer(Callback):
         self._end("train")
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
-        self._began["validate"] = time.monotonic()
+        self._begin("validate")
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         self._end("validate")
 
     def on_test_start(self, trainer: Trainer, module: Module) -> None:
-        self._began["test"] = time.monotonic()
+        self._begin("test")
 
     def on_test_end(self, trainer: Trainer, module: Module) -> None:
         self._end("test")
 
     def on_predict_start(self, trainer: Trainer, module: Module) -> None:
-        self._began["predict"] = time.monotonic()
+        self._begin("predict")
 
     def on_predict_end(self, trainer: Trainer, module: Module) -> None:
         self._end("predict")
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        for running in list(self._began):  # an exception left them open
+        for running in self._began:  # an exception left them open
             self._end(running)
 
+    def _runs(self, stage: str) -> bool:
+        return stage in self._began and stage not in self._ended
+
+    def _begin(self, stage: str) -> None:
+        self._began[stage] = time.monotonic()
+        self._ended.pop(stage, None)
+
     def _end(self, stage: str) -> None:
-        if stage in self._began:
-            self._elapsed_s[stage] += time.monotonic() - self._began.pop(stage)
+        if self._runs(stage):
+            self._ended[stage] = time.monotonic()
+            self._elapsed_s[stage] += self._ended[stage] - self._began[stage]
 
     def _stop_if_due(self, trainer: Trainer) -> None:
         if time.monotonic() >= self._deadline and not trainer.should_stop:
@@ -113,8 +130,13 @@ class Timer(Callback):
         return super().__getstate__() | {
             "_elapsed_s": self.state_dict()["time_elapsed"],
             "_began": {},
+            "_ended": {},
             "_deadline": float("inf"),
         }
+
+
+class MaxTime(Timer):
+    """The Timer of `Trainer(max_time=…)`, beside which there may be one of the user's."""
 
 
 def seconds(duration: str | timedelta | dict[str, float], name: str) -> float:
@@ -137,6 +159,6 @@ def seconds(duration: str | timedelta | dict[str, float], name: str) -> float:
         length = duration
     else:
         raise TypeError(f"{name} must be a str 'DD:HH:MM:SS', a timedelta or a dict, but it is {duration!r}")
-    if length <= timedelta(0):
-        raise ValueError(f"{name} must be longer than zero, but it is {duration!r}")
+    if length < timedelta(0):
+        raise ValueError(f"{name} must not be below zero, but it is {duration!r}")
     return length.total_seconds()

@@ -113,8 +113,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "EarlyStopping": "a check that reaches a threshold counts in `best_score` and `wait_count` too",
         "EMAWeightAveraging": "`WeightAveraging(decay)`; buffers are not averaged: `use_buffers=False` for BatchNorm",
         "GradientAccumulationScheduler": "`accumulate_grad_batches` of the Trainer holds before its first epoch",
-        "LearningRateMonitor": "works without a logger too; a value for each step of the optimizers; in "
-        "`callback_metrics`, not in `lrs`",
+        "LearningRateMonitor": "works without a logger too; a value for each step of the optimizers",
         "LearningRateFinder": "`LRFinder`; trials are runs of their own, whose rates go from `min_lr` to "
         "`max_lr` and whose `results` are not smoothed; several optimizers are searched together; "
         "`suggestion` takes no `skip_begin` and `skip_end`, and needs as many steps as those skip",
@@ -130,7 +129,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "RichModelSummary": "`ModelSummary`",
         "RichProgressBar": "`ProgressBar`",
         "TQDMProgressBar": "`ProgressBar`",
-        "Timer": "`duration` must be above 0; without `start_time` and `end_time`",
+        "Timer": "`max_time` of the Trainer holds beside it",
         "WeightAveraging": "the mean of all updates, without `avg_fn`; buffers are not averaged: `use_buffers=False` "
         "for BatchNorm",
     },

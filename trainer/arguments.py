@@ -238,9 +238,9 @@ class TrainerArguments:
             savers = [callbacks.ModelCheckpoint()]
         rest = [item for item in given if not isinstance(item, (Logger, callbacks.ModelCheckpoint))]
         if self.max_time is not None:
-            from lockstep.callbacks.timer import seconds  # here, so that `import lockstep` does not load it
+            from lockstep.callbacks.timer import MaxTime, seconds  # here, so that `import lockstep` does not load it
 
-            rest.append(callbacks.Timer(duration=timedelta(seconds=seconds(self.max_time, "max_time"))))
+            rest.append(MaxTime(duration=timedelta(seconds=seconds(self.max_time, "max_time"))))
         if self.profiler is not None:
             rest.append(callbacks.Profiler(self.profiler))
         summary = self.enable_progress_bar if self.enable_model_summary is None else self.enable_model_summary

@@ -13,6 +13,7 @@ from torch import nn
 
 import lockstep.callbacks.timer
 from lockstep.callbacks.timer import Timer
+from tests.trainer.toy import loader, net, quiet
 
 MODULE: Any = nn.Identity()
 
@@ -87,19 +88,35 @@ def test_stages_are_measured_apart(clock: Clock) -> None:
     assert [timer.time_elapsed(stage) for stage in ("train", "validate", "test", "predict")] == [5, 3, 4, 0]
     assert timer.time_remaining() is None
     assert not trainer.should_stop
+    assert (timer.start_time(), timer.end_time("validate"), timer.end_time("test")) == (5.0, 10.0, 114.0)
+    timer.on_test_start(trainer, MODULE)
+    assert (timer.start_time("test"), timer.end_time("test"), timer.start_time("predict")) == (114.0, None, None)
 
 
 @pytest.mark.parametrize(
     ("duration", "message"),
     [
         ("12:00:00", "duration must read DD:HH:MM:SS, .* but it is '12:00:00'"),
-        ("00:00:00:00", "longer than zero"),
+        (timedelta(seconds=-1), "must not be below zero"),
         ({"fortnights": 1}, "takes numbers for weeks, days"),
     ],
 )
 def test_durations_are_checked(duration: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Timer(duration)
+
+
+def test_a_duration_of_zero_trains_what_the_minimum_asks_for() -> None:
+    for options, steps in (({}, 0), ({"min_steps": 3}, 3)):
+        trainer = quiet(max_epochs=5, callbacks=[Timer(timedelta(0))], **options)
+        trainer.fit(net(), loader(4))
+        assert trainer.global_step == steps
+
+
+def test_max_time_beside_a_timer_of_ones_own() -> None:
+    own = Timer()
+    quiet(max_epochs=1, max_time="00:01:00:00", callbacks=[own]).fit(net(), loader(4))
+    assert own.time_elapsed() > 0
 
 
 def test_a_duration_of_days() -> None:
