@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,10 +27,17 @@ class LearningRateMonitor(Callback):
 
     Args:
         logging_interval: "step" logs every `log_every_n_steps` optimizer steps, "epoch" at the start of every
-            training epoch; None logs each optimizer as often as its scheduler is stepped (without one: "step").
+            training epoch; None logs each optimizer as often as its scheduler is stepped (without one: both).
         log_momentum: also log `momentum`, or the first of `betas`.
         log_weight_decay: also log `weight_decay`.
     """
+
+    lrs: dict[str, list[float]]
+    """All rates of this fit by name, as they were logged; a group that gets company takes its rates along."""
+    last_momentum_values: dict[str, float]
+    """The momentum that was logged last, by name."""
+    last_weight_decay_values: dict[str, float]
+    """The weight decay that was logged last, by name."""
 
     def __init__(
         self,
@@ -43,9 +51,25 @@ class LearningRateMonitor(Callback):
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
         self._used: dict[str, float] = {}  # by the step that is being taken, where that step is logged
+        self._forget()
+
+    def _forget(self) -> None:
+        self.lrs, self.last_momentum_values, self.last_weight_decay_values = {}, {}, {}
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        self._forget()
         self._check_names(trainer)
+        without = [
+            type(optimizer).__name__
+            for optimizer in trainer.optimizers
+            if not any({"momentum", "betas"} & group.keys() for group in optimizer.param_groups)
+        ]
+        if self.log_momentum and without and trainer.is_global_zero:
+            warnings.warn(
+                f"log_momentum=True of LearningRateMonitor logs 0 for {', '.join(without)}, without momentum",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         self._check_names(trainer)  # hooks of the start may have set other optimizers
@@ -76,8 +100,16 @@ class LearningRateMonitor(Callback):
             self._log(trainer, self._used)
             self._used = {}
 
-    @staticmethod
-    def _log(trainer: Trainer, stats: dict[str, float]) -> None:
+    def _log(self, trainer: Trainer, stats: dict[str, float]) -> None:
+        for name, value in stats.items():
+            owner, _, kind = name.rpartition("-")
+            if owner in stats and kind in ("momentum", "weight_decay"):
+                last = self.last_momentum_values if kind == "momentum" else self.last_weight_decay_values
+                last[name] = value
+                continue
+            if name not in self.lrs:
+                self.lrs[name] = self.lrs.pop(name.removesuffix("/pg1"), [])
+            self.lrs[name].append(value)
         trainer.callback_metrics.update(
             {name: torch.tensor(value, dtype=torch.float64) for name, value in stats.items()}
         )
@@ -99,7 +131,7 @@ class LearningRateMonitor(Callback):
             seen[name] += 1
             if seen[name] > 1:
                 name = f"{name}-{seen[name] - 1}"
-            if interval != (self.logging_interval or (config.interval if config else "step")):
+            if interval != (self.logging_interval or (config.interval if config else interval)):
                 continue
             for index, group in enumerate(optimizer.param_groups):
                 suffix = (

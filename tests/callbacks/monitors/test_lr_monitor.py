@@ -100,6 +100,27 @@ def test_names_of_groups_and_of_several_optimizers() -> None:
     )
 
 
+def test_what_was_logged_can_be_read() -> None:
+    optimizer = SGD([parameter()], lr=1.0, momentum=0.9)
+    scheduler = ExponentialLR(optimizer, 0.5)
+    monitor = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
+    run(monitor, [optimizer], [config(scheduler, "epoch")])
+    assert (monitor.lrs, monitor.last_momentum_values) == ({"lr-SGD": [1.0, 0.5]}, {"lr-SGD-momentum": 0.9})
+    assert monitor.last_weight_decay_values == {"lr-SGD-weight_decay": 0.0}
+    optimizer.add_param_group({"params": [parameter()], "lr": 3.0})
+    run(monitor, [optimizer], [config(scheduler, "epoch")])
+    assert {name: len(rates) for name, rates in monitor.lrs.items()} == {"lr-SGD/pg1": 4, "lr-SGD/pg2": 2}
+    monitor = LearningRateMonitor()
+    logged = run(monitor, [SGD([parameter()], lr=1.0)], every=3)
+    assert sorted(logged) == [0, 3, 4, 6] and monitor.lrs == {"lr-SGD": [1.0] * 4}
+
+
+def test_an_optimizer_without_momentum_is_named() -> None:
+    trainer: Any = SimpleNamespace(optimizers=[torch.optim.ASGD([parameter()])], is_global_zero=True)
+    with pytest.warns(RuntimeWarning, match="log_momentum=True of LearningRateMonitor logs 0 for ASGD"):
+        LearningRateMonitor(log_momentum=True).on_fit_start(trainer, MODULE)
+
+
 def test_warmup_shows() -> None:
     """The rate that is shown is the one that moved the parameters, factors of other callbacks included."""
     optimizer = SGD([parameter()], lr=1.0)
