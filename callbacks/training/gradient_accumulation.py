@@ -42,6 +42,12 @@ class GradientAccumulationScheduler(Callback):
         refused = trainer.strategy.capabilities.refuses.get("accumulation_schedule")
         if refused is not None:
             raise ValueError(f"GradientAccumulationScheduler cannot be used here: {refused}")
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"GradientAccumulationScheduler would have no effect, as {type(module).__name__} sets "
+                "automatic_optimization = False and steps by hand; remove the callback, and step every so many "
+                "batches in training_step"
+            )
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         now = trainer.accumulate_grad_batches

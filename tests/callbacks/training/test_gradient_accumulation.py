@@ -93,9 +93,16 @@ def test_manual_optimization_is_refused() -> None:
             self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
             optimizer.step()
 
-    trainer = quiet(max_epochs=2, callbacks=[GradientAccumulationScheduler({0: 2})])
-    with pytest.raises(ValueError, match="accumulate_grad_batches was set to 2 during the run, but Manual optimizes"):
+    class Doubles(Manual):
+        def on_train_epoch_start(self) -> None:
+            self.trainer.accumulate_grad_batches = 2
+
+    trainer = quiet(max_epochs=2, callbacks=[GradientAccumulationScheduler({1: 2})])
+    with pytest.raises(ValueError, match="Scheduler would have no effect, as Manual sets automatic_optimization = Fa"):
         trainer.fit(Manual(), loader())
+    assert trainer.global_step == 0
+    with pytest.raises(ValueError, match="accumulate_grad_batches was set to 2 during the run, but Doubles optimizes"):
+        quiet(max_epochs=2).fit(Doubles(), loader())
 
 
 @pytest.mark.long
