@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from lockstep.callbacks.base import Callback, check_number
@@ -52,10 +54,12 @@ class BaseFinetuning(Callback):
     ) -> None:
         """Unfreeze `modules` and add what `optimizer` does not hold of them as a group of its own.
 
-        The group's learning rate is `lr`, or that of the first group divided by `initial_denom_lr`.
+        The group's learning rate is `lr`, or that of the first group divided by `initial_denom_lr`. Warns if the
+        optimizer holds some of them already, as those keep their rate.
         """
         modules = list(_leaves(modules))
         BaseFinetuning.make_trainable(modules)
+        warn_of_held(modules, optimizer)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         added = [p for layer in modules for p in layer.parameters(recurse=False) if id(p) not in held]
         if added:
@@ -150,6 +154,20 @@ class BackboneFinetuning(BaseFinetuning):
                 f"{type(module).__name__} has no submodule {self.backbone!r} to unfreeze; set backbone= to one of its "
                 f"submodules, such as {names}"
             ) from None
+
+
+def warn_of_held(layers: Iterable[nn.Module], optimizer: Optimizer) -> None:
+    """Warn if `optimizer` holds parameters of `layers` already, but for those of BatchNorm layers."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    own = (p for layer in layers if not isinstance(layer, _BATCH_NORMS) for p in layer.parameters(recurse=False))
+    count = sum(id(parameter) in held for parameter in own)
+    if count and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        warnings.warn(
+            f"{type(optimizer).__name__} holds {count} of the parameters that are unfrozen already, so they get no "
+            "group and rate of their own; give it those that are trained at first, as in "
+            f"{type(optimizer).__name__}(p for p in self.parameters() if p.requires_grad)",
+            stacklevel=4,
+        )
 
 
 def _leaves(modules: nn.Module | Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lockstep import callbacks
+from lockstep.callbacks.training.finetuning import warn_of_held
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
@@ -67,6 +68,7 @@ class BaseFinetuning(callbacks.BaseFinetuning):
     ) -> None:
         """As in `lockstep.callbacks.BaseFinetuning`; BatchNorm's parameters are not added with `train_bn` False."""
         BaseFinetuning.make_trainable(modules)
+        warn_of_held(BaseFinetuning.flatten_modules(modules), optimizer)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         added = [p for p in BaseFinetuning.filter_params(modules, train_bn) if id(p) not in held]
         if added:

@@ -51,14 +51,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
         and not any(isinstance(item, callbacks.Timer) for item in run.callbacks)
     ):
         raise ValueError("fit needs an end: give the Trainer max_epochs, max_steps or max_time")
-    if (
-        not any(p.requires_grad for p in module.parameters())
-        and not overrides(module, "configure_model", Module)
-        and not overrides(module, "setup", Module)
-    ):
-        raise ValueError(
-            f"{name} has no trainable parameter; give it layers, or set requires_grad on what is to be trained"
-        )
+    trainable(run, module, "configure_model", "setup")
     _refused_by_strategy(run, module)
     if not module.automatic_optimization:
         _manual_optimization(run, name)
@@ -89,6 +82,23 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     roots = {str(start.place_of(run, item)[0].parent) for item in run.loggers}
     for folder in roots | {str(item.dirpath or root) for item in savers}:
         writable(folder)
+
+
+def trainable(run: RunState, module: Module, *hooks: str) -> None:
+    """Raise ValueError for a module without trainable parameters, unless user code may unfreeze some in `hooks` or as
+    training starts."""
+    if any(p.requires_grad for p in module.parameters()):
+        return
+    hooks = (*hooks, "on_fit_start", "on_train_start", "on_train_epoch_start")
+    unfreezes = any(overrides(module, name, Module) for name in hooks)
+    for item in run.callbacks:
+        if item.changes_model or not type(item).__module__.startswith(("lockstep.callbacks.", "lockstep.trainer.")):
+            unfreezes |= any(hasattr(Callback, name) and overrides(item, name, Callback) for name in hooks)
+    if not unfreezes:
+        raise ValueError(
+            f"{type(module).__name__} has no trainable parameter; give it layers, or set requires_grad on what is to "
+            "be trained"
+        )
 
 
 def _refused_by_strategy(run: RunState, module: Module) -> None:

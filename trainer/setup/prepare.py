@@ -94,7 +94,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         source = combined(sources.get(module, "train"))
         loader, limit, num_batches = train_loader(run, module, source)
         val_loaders = _val_loaders(run, module, sources, source)
-    _check_trainable(module)
+    checks.trainable(run, module)
     run.attributes = Changes(module)
     if checkpoint is not None:
         snapshot.load_extra(run, checkpoint)
@@ -138,14 +138,6 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         reload=reload,
         **of_optimizers(run, module, training_step, closing, unowned),
     )
-
-
-def _check_trainable(module: Module) -> None:
-    if not any(p.requires_grad for p in module.parameters()):
-        raise ValueError(
-            f"{type(module).__name__} has no trainable parameter; give it layers, or set requires_grad on what is to "
-            "be trained"
-        )
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import lockstep.lightning.pytorch as pl
 from lockstep.callbacks import BackboneFinetuning, BaseFinetuning, Callback, ModelCheckpoint
 from tests.trainer.toy import Net, distance, equal, loader, quiet, weights
 
@@ -107,6 +109,59 @@ def test_a_schedule_of_one_s_own() -> None:
     assert moved == [[False, False, True], [False, True, True], [True, True, True]]
 
 
+class FromNothing(BaseFinetuning):
+    """Freezes all layers; one more joins in each epoch."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 0:
+            self.make_trainable(module.net[4])
+        elif epoch == 1:
+            self.unfreeze_and_add_param_group(module.net[2], optimizer)
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=pytest.mark.ranks) for name in ("ddp", "fsdp")] + ["single"]
+)
+def test_a_model_that_is_frozen_at_first(strategy: str) -> None:
+    class Last(Pretrained):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.net[4].parameters(), lr=1e-2)
+
+    torch.manual_seed(0)
+    expected, module = Last().double(), Last()
+    module.load_state_dict(expected.state_dict())
+    options = {"precision": "64-true", "split_batches": True, "max_epochs": 2, "callbacks": [FromNothing()]}
+    quiet(**options, strategy=strategy, devices=1 if strategy == "single" else 2).fit(module, loader())
+    for frozen in (expected.net[0], expected.net[2]):
+        frozen.requires_grad_(False)
+    optimizer = expected.configure_optimizers()
+    for epoch in range(2):
+        if epoch == 1:
+            expected.net[2].requires_grad_(True)
+            optimizer.add_param_group({"params": list(expected.net[2].parameters()), "lr": 1e-3})
+        for x, y in loader():
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(expected.net(x.double()), y).backward()
+            optimizer.step()
+    assert distance(weights(module), weights(expected)) <= 1e-13
+
+
 def test_an_unknown_backbone_is_named() -> None:
     with pytest.raises(ValueError, match="Pretrained has no submodule 'encoder' to unfreeze"):
         fit(BackboneFinetuning(1, backbone="encoder"))
+
+
+@pytest.mark.parametrize("base", [BaseFinetuning, pl.callbacks.BaseFinetuning])
+def test_an_optimizer_that_holds_the_frozen_layers_is_named(base: Any) -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="SGD holds 2 of the parameters that are unfrozen already, so they get no"):
+        base.unfreeze_and_add_param_group(layers[:2], optimizer, 0.01)
+    optimizer = torch.optim.SGD(layers[1:].parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        base.unfreeze_and_add_param_group(layers[:2], optimizer, 0.01)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [4, 2]
