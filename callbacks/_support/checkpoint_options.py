@@ -37,10 +37,10 @@ def check_options(
     for name, period in periods.items():
         check_number("ModelCheckpoint", name, period, 1, whole=True, optional=True)
     if train_time_interval is not None and not (
-        isinstance(train_time_interval, timedelta) and train_time_interval > timedelta()
+        isinstance(train_time_interval, timedelta) and train_time_interval >= timedelta()
     ):
         raise ValueError(
-            "train_time_interval of ModelCheckpoint must be a timedelta above 0, or None, got "
+            "train_time_interval of ModelCheckpoint must be a timedelta of at least 0, or None, got "
             f"{train_time_interval!r}; give one such as timedelta(minutes=10)"
         )
     given = [

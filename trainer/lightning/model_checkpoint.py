@@ -101,7 +101,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint, Checkpoint):
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
         """Write the scores of `best_k_models` by path, to `<dirpath>/best_k_models.yaml` without `filepath`."""
         lines = [f"{path}: {float(score)}\n" for path, score in self.best_k_models.items()]
-        Path(filepath or os.path.join(self.dirpath or "", "best_k_models.yaml")).write_text("".join(lines))
+        text = "".join(lines) or "{}\n"
+        Path(filepath or os.path.join(self.dirpath or "", "best_k_models.yaml")).write_text(text)
 
     def _free_path(self, trainer: Trainer, name: str) -> str:
         name = self.CHECKPOINT_NAME_LAST if name == "last" else name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,11 @@ OFTEN: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 0.3}
         ({"save_top_k": -1, "filename": "{step}"}, OFTEN, [f"step={step}.ckpt" for step in (13, 16, 19, 3, 6, 9)]),
         ({"save_top_k": -1, "filename": "{step}", "monitor": "loss"}, {"max_steps": 4}, ["step=4.ckpt"]),
         ({"filename": "{epoch}"}, {"max_steps": 4}, ["epoch=0.ckpt"]),
+        (
+            {"train_time_interval": timedelta(0), "every_n_epochs": 0, "save_top_k": -1, "filename": "{step}"},
+            {"max_steps": 6, "log_every_n_steps": 2},
+            ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"],
+        ),
     ],
     ids=str,
 )
@@ -92,6 +98,8 @@ def test_the_default_is_the_same_callback_and_can_be_resumed(tmp_path: Path) -> 
     assert isinstance(saver, ModelCheckpoint) and saver.best_model_path.endswith("checkpoints/epoch=0-step=10.ckpt")
     saver.to_yaml(tmp_path / "best.yaml")
     assert (tmp_path / "best.yaml").read_text() == f"{saver.best_model_path}: 10.0\n"
+    ModelCheckpoint().to_yaml(tmp_path / "none.yaml")
+    assert (tmp_path / "none.yaml").read_text() == "{}\n"
     trainer = pl.Trainer(max_epochs=2, accelerator="cpu", logger=False, default_root_dir=tmp_path)
     trainer.fit(Net(), data(10), ckpt_path=saver.best_model_path)
     assert trainer.global_step == 20
