@@ -65,6 +65,11 @@ class ProgressBar(Callback):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_screen": None, "_next_draw": NEVER}  # a copy shows nothing until its own run
 
+    def hide(self) -> None:
+        """Show nothing until the next `setup`."""
+        self._close()
+        self._screen, self._next_draw = None, NEVER
+
     def print(self, *values: Any, **options: Any) -> None:
         """The builtin `print`, above the bar instead of into it; does nothing on ranks other than 0."""
         with self._or_silent():

@@ -62,7 +62,10 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "predict": "each sample once, in order, on every rank",
         "save_checkpoint": "a folder, written by all ranks; `.ckpt` by `lockstep checkpoint export`; refused after a "
         "fit that failed",
+        "callbacks": "the loggers are among them, first",
         "callback_metrics": "also those of the validation before training, until training begins",
+        "early_stopping_callbacks": "with `lockstep.lightning`",
+        "progress_bar_callback": "with `lockstep.lightning`",
         "should_stop": "ends after the next step at the latest, on all ranks alike; a shortened epoch does not count",
         "state": "`status`, `fn` and `stage` are strings, as is the `stage` of `setup` and `teardown`",
         "strategy": "a strategy of Lockstep",
@@ -125,7 +128,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "`train_time_interval` is checked every `log_every_n_steps` steps; `save_on_exception` is refused",
         "ModelSummary": "the table and its sums; no `in_sizes` and the like",
         "ProgressBar": "not a base class for bars of your own; shown if it is given, whatever `enable_progress_bar` "
-        "says",
+        "says; of `refresh_rate` only 0 has an effect, with `lockstep.lightning`",
         "RichModelSummary": "`ModelSummary`",
         "RichProgressBar": "`ProgressBar`",
         "TQDMProgressBar": "`ProgressBar`",

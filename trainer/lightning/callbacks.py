@@ -53,13 +53,37 @@ class ModelSummary(callbacks.ModelSummary):
 
 
 class ProgressBar(callbacks.ProgressBar):
-    """`lockstep.callbacks.ProgressBar`; what draws Lightning's bars changes nothing.
+    """`lockstep.callbacks.ProgressBar`; what draws Lightning's bars changes nothing, but `refresh_rate=0` shows none.
 
     Raises TypeError for a subclass that overrides what Lightning's bars call.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, refresh_rate: int = 1, *args: Any, **options: Any) -> None:
         super().__init__()
+        self.refresh_rate = refresh_rate
+        self._disabled = False
+
+    @property
+    def is_enabled(self) -> bool:
+        return not self._disabled and self.refresh_rate > 0
+
+    @property
+    def is_disabled(self) -> bool:
+        return not self.is_enabled
+
+    def enable(self) -> None:
+        """Show the bar from the next `fit`, `validate`, `test` or `predict` on."""
+        self._disabled = False
+
+    def disable(self) -> None:
+        """Show nothing."""
+        self._disabled = True
+        self.hide()
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        super().setup(trainer, module, stage)
+        if self.is_disabled:
+            self.hide()
 
     def __init_subclass__(cls) -> None:
         for name in vars(cls):

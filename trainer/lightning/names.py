@@ -71,7 +71,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
     "pytorch.utilities.model_summary": {f"{OURS}.utilities": "ModelSummary summarize"},
     "pytorch.utilities.combined_loader": {"strategies.data.combined": "CombinedLoader"},
     "pytorch.utilities.seed": _SEED,
-    "fabric": {},
+    "fabric": {"trainer.seeding": "seed_everything"},
     "fabric.utilities": _RANK_ZERO | {f"{OURS}.utilities ": "AttributeDict move_data_to_device"},
     "fabric.utilities.rank_zero": _RANK_ZERO,
     "fabric.utilities.seed": _SEED,

@@ -14,6 +14,7 @@ from lockstep import callbacks as _callbacks
 from lockstep.callbacks.base import Callback
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.devices import device_count
+from lockstep.trainer.lightning.callbacks import ModelSummary, TQDMProgressBar
 from lockstep.trainer.lightning.loggers import TensorBoardLogger
 from lockstep.trainer.lightning.model_checkpoint import ModelCheckpoint
 from lockstep.trainer.lightning.names import ACCEPTED
@@ -87,6 +88,16 @@ class Trainer(_Trainer):
         """Batches of the validation before training; infinity for all."""
         steps = self.arguments.num_sanity_val_steps
         return math.inf if steps < 0 else steps
+
+    @property
+    def progress_bar_callback(self) -> _callbacks.ProgressBar | None:
+        """The progress bar; None with `enable_progress_bar=False`."""
+        return next((item for item in self.callbacks if isinstance(item, _callbacks.ProgressBar)), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[_callbacks.EarlyStopping]:
+        """All of them."""
+        return [item for item in self.callbacks if isinstance(item, _callbacks.EarlyStopping)]
 
     @property
     def progress_bar_metrics(self) -> Any:
@@ -179,13 +190,18 @@ def _choose_callbacks(arguments: dict[str, Any]) -> None:
     saves = arguments.get("enable_checkpointing", True) and not arguments.get("fast_dev_run")
     if saves and not any(isinstance(item, _callbacks.ModelCheckpoint) for item in given):
         given.append(ModelCheckpoint())
-    arguments["callbacks"] = given
-    for name, kind in (
-        ("enable_progress_bar", _callbacks.ProgressBar),
-        ("enable_model_summary", _callbacks.ModelSummary),
+    for name, kind, default in (
+        ("enable_model_summary", _callbacks.ModelSummary, ModelSummary),
+        ("enable_progress_bar", _callbacks.ProgressBar, TQDMProgressBar),
     ):
-        if arguments.get(name) is False and any(isinstance(item, kind) for item in given):
+        wanted, found = arguments.setdefault(name, True), [item for item in given if isinstance(item, kind)]
+        if found and not wanted:
             raise ValueError(f"{name}=False contradicts a {kind.__name__} among the callbacks; drop one of them")
+        if len(found) > 1:
+            raise ValueError(f"callbacks has {len(found)} of {kind.__name__}, and a Trainer takes one; drop the others")
+        if wanted and not found:
+            given.append(default())
+    arguments["callbacks"] = given
 
 
 def _from_environment() -> dict[str, Any]:

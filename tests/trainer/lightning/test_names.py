@@ -46,6 +46,7 @@ def test_names_are_the_same_objects_by_every_path() -> None:
     assert early_stopping.EarlyStoppingReason(0).name == "NOT_STOPPED"
     assert early_stopping.EarlyStopping is importlib.import_module("lockstep.lightning").pytorch.callbacks.EarlyStopping
     assert L.Callback is callbacks.Callback
+    assert importlib.import_module("lockstep.lightning.fabric").seed_everything is L.seed_everything
     assert issubclass(L.LightningModule, importlib.import_module("lockstep").Module)
 
 
@@ -117,6 +118,27 @@ def test_arguments_of_callbacks() -> None:
         pl.callbacks.BasePredictionWriter("step")
     with pytest.raises(TypeError, match="no save_on_exception"):
         pl.callbacks.ModelCheckpoint(save_on_exception=True)
+
+
+def test_callbacks_that_a_trainer_adds(capfd: pytest.CaptureFixture[str]) -> None:
+    shown = {"enable_progress_bar": True, "enable_model_summary": True}
+    trainer = L.Trainer(**QUIET | shown, max_epochs=1)
+    bar = trainer.progress_bar_callback
+    assert isinstance(bar, pl.callbacks.TQDMProgressBar) and (bar.refresh_rate, bar.is_enabled) == (1, True)
+    assert any(isinstance(item, pl.callbacks.ModelSummary) for item in trainer.callbacks)
+    assert L.Trainer(**QUIET, max_epochs=1).progress_bar_callback is None
+    stopping = pl.callbacks.EarlyStopping("loss")
+    assert L.Trainer(**QUIET, max_epochs=1, callbacks=[stopping]).early_stopping_callbacks == [stopping]
+    with pytest.raises(ValueError, match="callbacks has 2 of ProgressBar, and a Trainer takes one"):
+        L.Trainer(**QUIET | shown, callbacks=[pl.callbacks.TQDMProgressBar(), pl.callbacks.RichProgressBar()])
+    silent = pl.callbacks.TQDMProgressBar(refresh_rate=0)
+    for bar in (silent, trainer.progress_bar_callback):
+        bar.disable()
+        L.Trainer(**QUIET | shown, max_epochs=1, callbacks=[bar]).fit(classifier(pl)(), loader())
+    assert "Epoch 1" not in capfd.readouterr().err and silent.is_disabled
+    bar.enable()
+    L.Trainer(**QUIET | shown, max_epochs=1, callbacks=[bar]).fit(classifier(pl)(), loader())
+    assert "Epoch 1" in capfd.readouterr().err
 
 
 def test_averaging_refuses_running_statistics() -> None:
