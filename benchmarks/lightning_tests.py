@@ -33,7 +33,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKOUT = "LOCKSTEP_LIGHTNING_CHECKOUT"
-"""Names the clone to the process of a file, in which this module is a plugin of pytest."""
+"""Names the clone to the process of a file, in which this module is a plugin of pytest, and to the ranks that it
+starts."""
 FROM_CHECKOUT = (
     "lightning.fabric",
     "lightning.pytorch.demos",
@@ -74,8 +75,12 @@ def row(name: str, counts: Counter[str]) -> str:
 def outcome(file: Path, checkout: Path, timeout: float) -> Counter[str]:
     """How many tests of a file passed, failed and so on."""
     paths = [str(ROOT), str(checkout / "tests"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {CHECKOUT: str(checkout), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as start:
+        Path(start, "sitecustomize.py").write_text("import benchmarks.lightning_tests\n")  # of the ranks of a run
+        environment = os.environ | {
+            CHECKOUT: str(checkout),
+            "PYTHONPATH": os.pathsep.join(filter(None, [*paths, start])),
+        }
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.lightning_tests", "-p", "no:cacheprovider"]
         command += ["--noconftest", "-c", os.devnull, "--rootdir", folder, "-o", "tmp_path_retention_count=1"]

@@ -12,6 +12,8 @@ from benchmarks.lightning_tests import outcome, row
 pytestmark = pytest.mark.ranks
 
 TESTS = """
+import subprocess
+import sys
 import lightning
 import pytorch_lightning
 from lightning.pytorch.demos.toys import name
@@ -22,6 +24,8 @@ def test_is_ours():
     assert lightning.pytorch is pytorch_lightning
     assert pytorch_lightning.__name__ == "lockstep.lightning.pytorch"
     assert name() == "toys"
+    words = [sys.executable, "-c", "import lightning; print(lightning.__name__)"]  # as a rank
+    assert subprocess.run(words, capture_output=True, text=True).stdout == "lockstep.lightning\\n"
 
 
 def test_fails():
