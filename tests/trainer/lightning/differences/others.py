@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +105,35 @@ def _(pl: Any, folder: Path) -> Any:
     finally:
         signal.signal(signal.SIGTERM, before)
     return [called, error]
+
+
+@differs("the checkpoint that is resumed, once the `save_top_k` of its folder are others", 2, 1)
+def _(pl: Any, folder: Path) -> Any:
+    for steps, ckpt_path in ((1, None), (2, folder / "step=1.ckpt")):
+        callback = part(pl, "callbacks").ModelCheckpoint(
+            folder, "{step}", monitor="step", mode="max", every_n_train_steps=1
+        )
+        options = {"callbacks": [callback], "enable_checkpointing": True, "default_root_dir": folder}
+        fit(pl, classifier(pl)(), ckpt_path=ckpt_path, max_steps=steps, **options)
+    return len(list(folder.glob("*.ckpt")))
+
+
+@differs("`sys.exit()` in a run", "SystemExit", "RuntimeError")
+def _(pl: Any, folder: Path) -> Any:
+    return seen(lambda: fit(pl, classifier(pl, on_train_start=lambda self: sys.exit())()))
+
+
+@differs("callbacks of the entry points `lightning.pytorch.callbacks_factory`", [1], [])
+def _(pl: Any, folder: Path) -> Any:
+    info = folder / "probe-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: probe\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[lightning.pytorch.callbacks_factory]\nprobe = factory_probe:made\n")
+    (folder / "factory_probe.py").write_text("asked = []\ndef made():\n    asked.append(1)\n    return []\n")
+    sys.path.insert(0, str(folder))
+    try:
+        pl.Trainer(**QUIET)
+        return importlib.import_module("factory_probe").asked
+    finally:
+        sys.path.remove(str(folder))
+        sys.modules.pop("factory_probe", None)
