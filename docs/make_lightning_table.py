@@ -133,8 +133,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "RichProgressBar": "`ProgressBar`",
         "TQDMProgressBar": "`ProgressBar`",
         "Timer": "`max_time` of the Trainer holds beside it",
-        "WeightAveraging": "the mean of all updates, without `avg_fn`; buffers are not averaged: `use_buffers=False` "
-        "for BatchNorm",
+        "WeightAveraging": "buffers are not averaged: `use_buffers=False` for BatchNorm; `avg_fn` and `multi_avg_fn` "
+        "with `lockstep.lightning`, unless a strategy shards parameters",
     },
     "Loggers": {
         "CSVLogger": "drops rows after the checkpoint that is resumed; has its folder, version and file from the start "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,10 @@ class WeightAveraging(Callback):
             return False
         return (step_idx - self.update_starting_at_step) % self.update_every_n_steps == 0
 
+    def multi_average(self) -> Callable[[list[Tensor], list[Tensor], int], Any]:
+        """What takes weights into averages, as `multi_avg_fn` in `torch.optim.swa_utils`; it gets the rank's shards."""
+        return get_swa_multi_avg_fn() if self.decay is None else get_ema_multi_avg_fn(self.decay)
+
     @property
     def num_updates(self) -> int:
         """Updates so far."""
@@ -150,8 +154,7 @@ class WeightAveraging(Callback):
     def _update(self, trainer: Trainer) -> None:
         assert self._averages is not None
         self._averages.follow(trainer.optimizers)
-        average = get_swa_multi_avg_fn() if self.decay is None else get_ema_multi_avg_fn(self.decay)
-        self._averages.update(average)
+        self._averages.update(self.multi_average())
 
 
 class Averages(ParameterState):

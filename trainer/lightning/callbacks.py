@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, SequentialSampler
 
 from lockstep import callbacks
+from lockstep.callbacks._support.parameter_state import ParameterState, is_held
 from lockstep.callbacks.base import Callback
 from lockstep.strategies.data.source import bounds
 
@@ -177,17 +180,51 @@ class _Averaging(callbacks.WeightAveraging):
 
 
 class WeightAveraging(_Averaging):
-    """`lockstep.callbacks.WeightAveraging` with the mean of all updates, one after each step.
+    """`lockstep.callbacks.WeightAveraging` with the mean of all updates, one after each step, or what `avg_fn` or
+    `multi_avg_fn` of `torch.optim.swa_utils` makes of them.
 
-    Buffers are not averaged: ValueError at `fit` for BatchNorm without `use_buffers=False`.
-    Raises TypeError for `avg_fn` and the like: give `decay` to EMAWeightAveraging.
+    Buffers are not averaged: ValueError at `fit` for BatchNorm without `use_buffers=False`, and for a function if a
+    strategy shards parameters.
     """
 
-    def __init__(self, device: Any = None, use_buffers: bool = True, **options: Any) -> None:
-        if options:
-            raise TypeError(f"WeightAveraging has no argument {next(iter(options))!r}; use EMAWeightAveraging(decay=…)")
+    def __init__(
+        self,
+        device: Any = None,
+        use_buffers: bool = True,
+        avg_fn: Callable[..., Any] | None = None,
+        multi_avg_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        if avg_fn is not None and multi_avg_fn is not None:
+            raise ValueError("WeightAveraging takes avg_fn or multi_avg_fn, but both are given; drop one of them")
         super().__init__(None)
         self._uses_buffers = use_buffers
+        self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
+
+    def parameter_state(self, trainer: Trainer, module: Module) -> ParameterState:
+        state = super().parameter_state(trainer, module)
+        for name, given in (("avg_fn", self._avg_fn), ("multi_avg_fn", self._multi_avg_fn)):
+            whole = name == "avg_fn" or all(map(is_held, state.parameters()))
+            if given is not None and (not whole or any(hasattr(p, "to_local") for p in state.parameters())):
+                raise ValueError(
+                    f"{name} of WeightAveraging would see parts of the model under {trainer.strategy.name}; use "
+                    "EMAWeightAveraging(decay=…), or lockstep.callbacks.WeightAveraging for the mean"
+                )
+        return state
+
+    def multi_average(self) -> Callable[[list[Tensor], list[Tensor], int], Any]:
+        if self._avg_fn is None and self._multi_avg_fn is None:
+            return super().multi_average()
+
+        def average(averages: list[Tensor], weights: list[Tensor], done: int) -> None:
+            count = torch.tensor(done, device=averages[0].device)
+            if self._multi_avg_fn is not None:
+                self._multi_avg_fn(averages, weights, count)
+                return
+            assert self._avg_fn is not None
+            for old, new in zip(averages, weights, strict=True):
+                old.copy_(self._avg_fn(old, new, count))
+
+        return average
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         return step_idx is not None

@@ -112,8 +112,8 @@ def test_arguments_of_callbacks() -> None:
     assert isinstance(pl.callbacks.DeviceStatsMonitor(cpu_stats=True), callbacks.DeviceStats)
     assert pl.callbacks.Timer("00:00:10:00", verbose=False).duration_s == 600
     assert pl.callbacks.BackboneFinetuning(3, train_bn=False).train_bn is False
-    with pytest.raises(TypeError, match="use EMAWeightAveraging"):
-        pl.callbacks.WeightAveraging(avg_fn=max)
+    with pytest.raises(ValueError, match="takes avg_fn or multi_avg_fn, but both are given"):
+        pl.callbacks.WeightAveraging(avg_fn=max, multi_avg_fn=max)
     with pytest.raises(ValueError, match="write_interval must be"):
         pl.callbacks.BasePredictionWriter("step")
     with pytest.raises(TypeError, match="no save_on_exception"):

@@ -137,3 +137,8 @@ def _(pl: Any, folder: Path) -> Any:
     finally:
         sys.path.remove(str(folder))
         sys.modules.pop("factory_probe", None)
+
+
+@differs("the module among the arguments of a callback's hook, if it is given by name", None, "TypeError")
+def _(pl: Any, folder: Path) -> Any:
+    return seen(lambda: part(pl, "callbacks").Timer().on_train_start(trainer=None, pl_module=None))
