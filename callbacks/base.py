@@ -78,7 +78,7 @@ class Callback:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has: everything but the module that is running."""
-        return self.__dict__ | {"_module": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_module"}
 
     def log(self, name: str, value: Any, **options: Any) -> None:
         """`Module.log` of the module that is running. Raises RuntimeError outside of a run."""

@@ -125,7 +125,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "`save_top_k` newest are kept, in `best_k_models` too; a metric of training steps is there when steps are "
         "logged; `format_checkpoint_name` is the name without folder and ending; NaN stays NaN; "
         "a metric in `filename` that is missing is `nan`, not 0; "
-        "`train_time_interval` is checked every `log_every_n_steps` steps; `save_on_exception` is refused",
+        "`train_time_interval` is checked every `log_every_n_steps` steps; `save_on_exception` and placeholders "
+        "in `CHECKPOINT_NAME_LAST` are refused",
         "ModelSummary": "the table and its sums; no `in_sizes` and the like",
         "ProgressBar": "not a base class for bars of your own; shown if it is given, whatever `enable_progress_bar` "
         "says; of `refresh_rate` only 0 has an effect, with `lockstep.lightning`",

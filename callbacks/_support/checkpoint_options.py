@@ -76,7 +76,7 @@ def placeholders(template: str) -> list[str]:
     return [match[1] for match in _PLACEHOLDER.finditer(template)]
 
 
-def filled(template: str, values: Mapping[str, Any], with_names: bool) -> str:
+def filled(template: str, values: Mapping[str, Any], with_names: bool, equals: str = "=") -> str:
     """The folder's name for these values, as "name=value" or the value alone; one that is missing is written as nan."""
 
     def fill(match: re.Match[str]) -> str:
@@ -87,14 +87,14 @@ def filled(template: str, values: Mapping[str, Any], with_names: bool) -> str:
             text = format(value, spec)
         except ValueError:  # an integer's specification does not fit: a plain name rather than no checkpoint
             text = format(value)
-        return f"{name}={text}" if with_names else text
+        return f"{name}{equals}{text}" if with_names else text
 
     return _PLACEHOLDER.sub(fill, template).replace("/", "_").replace(os.sep, "_")
 
 
-def versioned(path: str, extension: str = "") -> str:
+def versioned(path: str, extension: str = "", first: int = 1) -> str:
     """`path`, or the first of `path-v1`, `path-v2`, … that nothing has, each followed by `extension`."""
-    free, version = path + extension, 0
+    free, version = path + extension, first - 1
     while os.path.lexists(free):
         version += 1
         free = f"{path}-v{version}{extension}"

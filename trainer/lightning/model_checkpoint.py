@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import callbacks
+from lockstep.callbacks._support.checkpoint_options import filled, versioned
 from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ class ModelCheckpoint(callbacks.ModelCheckpoint, Checkpoint):
 
     FILE_EXTENSION = ".ckpt"
     CHECKPOINT_NAME_LAST = "last"
+    CHECKPOINT_JOIN_CHAR = "-"
+    """What stands between epoch and step if no `filename` is given."""
+    CHECKPOINT_EQUALS_CHAR = "="
+    """What stands between a name and its value."""
+    STARTING_VERSION = 1
 
     def __init__(
         self,
@@ -54,11 +60,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint, Checkpoint):
                 "ModelCheckpoint has no save_on_exception; a signal commits a checkpoint by itself, and for other "
                 "errors every_n_train_steps=… keeps a recent one"
             )
-        if "{" in self.CHECKPOINT_NAME_LAST:
-            raise TypeError(
-                f"CHECKPOINT_NAME_LAST={self.CHECKPOINT_NAME_LAST!r} of ModelCheckpoint must be one name, as the "
-                "folder is replaced by each save; write placeholders into filename"
-            )
+        self._check_last()
         by_epochs = not every_n_train_steps and train_time_interval is None
         super().__init__(
             dirpath,
@@ -76,8 +78,25 @@ class ModelCheckpoint(callbacks.ModelCheckpoint, Checkpoint):
             save_on_train_epoch_end=save_on_train_epoch_end if by_epochs else None,
             **options,
         )
+        self._is_named = bool(filename)
         self._given_moment = self.save_on_train_epoch_end
         self._counts_versions = enable_version_counter
+
+    def _check_last(self) -> None:
+        if "{" in self.CHECKPOINT_NAME_LAST:
+            raise TypeError(
+                f"CHECKPOINT_NAME_LAST={self.CHECKPOINT_NAME_LAST!r} of ModelCheckpoint must be one name, as the "
+                "folder is replaced by each save; write placeholders into filename"
+            )
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._check_last()  # again, as it may be set once the callback is made
+        super().setup(trainer, module, stage)
+
+    def format_checkpoint_name(self, metrics: dict[str, Any]) -> str:
+        """The folder's name for these values, without its ending; one that is missing is written as nan."""
+        template = self.filename if self._is_named else f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+        return filled(template, metrics, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR)
 
     @property
     def _extension(self) -> str:  # type: ignore[override]
@@ -106,6 +125,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint, Checkpoint):
 
     def _free_path(self, trainer: Trainer, name: str) -> str:
         name = self.CHECKPOINT_NAME_LAST if name == "last" else name
-        if self._counts_versions:
-            return super()._free_path(trainer, name)
-        return os.path.join(str(self.dirpath), name + self._extension)
+        path = os.path.join(str(self.dirpath), name)
+        if not self._counts_versions:
+            return path + self._extension
+        free = versioned(path, self._extension, self.STARTING_VERSION) if trainer.is_global_zero else path
+        return str(trainer.strategy.broadcast(free))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,19 @@ def test_the_extension_and_the_name_of_last_are_attributes(tmp_path: Path) -> No
     assert saver.last_model_path == str(tmp_path / "saved" / "newest.pt")
     with pytest.raises(TypeError, match=r"CHECKPOINT_NAME_LAST='\{epoch\}' of ModelCheckpoint must be one name"):
         type("Filled", (ModelCheckpoint,), {"CHECKPOINT_NAME_LAST": "{epoch}"})()
+    saver.CHECKPOINT_NAME_LAST = "{epoch}-last"
+    with pytest.raises(TypeError, match=r"CHECKPOINT_NAME_LAST='\{epoch\}-last' of ModelCheckpoint must be one name"):
+        fit(tmp_path, saver, max_epochs=1)
+
+
+def test_the_characters_and_versions_of_names_are_attributes(tmp_path: Path) -> None:
+    for filename in (None, "{step}", "{step}"):
+        saver = ModelCheckpoint(tmp_path / "saved", filename)
+        saver.CHECKPOINT_EQUALS_CHAR, saver.CHECKPOINT_JOIN_CHAR, saver.STARTING_VERSION = ":", "_", 9
+        fit(tmp_path, saver, max_steps=1)
+    assert sorted(os.listdir(tmp_path / "saved")) == ["epoch:0_step:1.ckpt", "step:1-v9.ckpt", "step:1.ckpt"]
+    saver = ModelCheckpoint(tmp_path)
+    assert vars(pickle.loads(pickle.dumps(saver))) == vars(saver)
 
 
 def test_the_default_is_the_same_callback_and_can_be_resumed(tmp_path: Path) -> None:
