@@ -105,8 +105,7 @@ class EarlyStopping(Callback):
         return {
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
-            "stopping_reason": self.stopping_reason.value,
-            "stopping_reason_message": self.stopping_reason_message,
+            "stopping_reason": self.stopping_reason_message,
             "best_score": float(self.best_score),
             "last_score": self._last,
             "check_on_train_epoch_end": self._metric.at_epoch_end,
@@ -116,10 +115,10 @@ class EarlyStopping(Callback):
         check_keys("EarlyStopping", state_dict, set(self.state_dict()))
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
-        self.stopping_reason = EarlyStoppingReason(state_dict["stopping_reason"])
-        self.stopping_reason_message = state_dict["stopping_reason_message"]
+        self.stopping_reason_message = state_dict["stopping_reason"]
         self.best_score = torch.tensor(state_dict["best_score"], dtype=torch.float64)
         self._last = state_dict["last_score"]
+        self.stopping_reason = self._reason()[0]
         if self._metric.at_epoch_end is None:
             self._metric.at_epoch_end = state_dict["check_on_train_epoch_end"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.strategies.base import Loss
 
@@ -65,3 +65,11 @@ def split_loss(output: Any, num_samples: int) -> tuple[Tensor | None, float, int
         "training_step must return a scalar tensor, a dict with 'loss', Loss(total, count) or None, but it returned "
         f"{type(output).__name__}" + (f" with keys {sorted(map(str, output))}" if isinstance(output, Mapping) else "")
     )
+
+
+def run_backward(loss: Tensor, inputs: Sequence[nn.Parameter] | None, more: bool) -> None:
+    """Run backward to those of `inputs` that are trained now, to all parameters if it is None. `more`: keep the graph
+    for another loss of the step."""
+    trained = None if inputs is None else [parameter for parameter in inputs if parameter.requires_grad]
+    if trained is None or trained:
+        loss.backward(retain_graph=more, inputs=trained)

@@ -18,7 +18,7 @@ from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, St
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.devices import move
 from lockstep.strategies.launch import fault_injection
-from lockstep.strategies.losses import detach, split_loss
+from lockstep.strategies.losses import detach, run_backward, split_loss
 from lockstep.strategies.manual import ManualOptimization
 from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
@@ -111,7 +111,7 @@ class SPMDStep(ManualOptimization):
                 more = j < len(losses) - 1
                 if hooks.before_backward is not None:
                     hooks.before_backward(returned)
-                (value if scaler is None else scaler.scale(value)).backward(retain_graph=more, inputs=inputs)
+                run_backward(value if scaler is None else scaler.scale(value), inputs, more)
                 if hooks.after_loss is not None:
                     hooks.after_loss()
                 if hooks.after_backward is not None and (i < last or more):

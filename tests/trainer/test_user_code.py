@@ -443,6 +443,43 @@ class TwoLosses(Base):
         }
 
 
+class FreezesPartOfABody(TwoLosses):
+    """All that the second optimizer steps in the first epoch, whose loss still has a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0])
+        return {"body": hidden.square().mean(), "head": F.cross_entropy(self.net[4](hidden), batch[1])}
+
+    def on_train_epoch_start(self) -> None:
+        self.net[4].requires_grad_(self.current_epoch > 0)
+
+
+def test_losses_of_several_optimizers_leave_frozen_parameters() -> None:
+    def by_hand(module: FreezesPartOfABody) -> FreezesPartOfABody:
+        optimizers = module.double().configure_optimizers()
+        for epoch in range(2):
+            for batch in batches(24):
+                hidden = module.net[:4](batch[0])
+                hidden.square().mean().backward(retain_graph=True)
+                body = [None if p.grad is None else p.grad.clone() for p in module.net[:4].parameters()]
+                if epoch:
+                    F.cross_entropy(module.net[4](hidden), batch[1]).backward()
+                    optimizers["head"].step()
+                for parameter, gradient in zip(module.net[:4].parameters(), body, strict=True):
+                    parameter.grad = gradient
+                optimizers["body"].step()
+                module.zero_grad()
+        return module
+
+    expected = by_hand(FreezesPartOfABody())
+    for strategy, devices in (("single", 1), ("ddp", 2), ("fsdp", 2)):
+        assert_same(fitted(FreezesPartOfABody(), strategy, devices), expected)
+
+
 def test_a_static_graph_of_several_losses_is_refused() -> None:
     with pytest.raises(RuntimeError, match="several losses, and static_graph=True takes the graph of the first"):
         fitted(TwoLosses(), DDP(static_graph=True), 2)
