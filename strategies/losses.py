@@ -67,9 +67,6 @@ def split_loss(output: Any, num_samples: int) -> tuple[Tensor | None, float, int
     )
 
 
-def run_backward(loss: Tensor, inputs: Sequence[nn.Parameter] | None, more: bool) -> None:
-    """Run backward to those of `inputs` that are trained now, to all parameters if it is None. `more`: keep the graph
-    for another loss of the step."""
-    trained = None if inputs is None else [parameter for parameter in inputs if parameter.requires_grad]
-    if trained is None or trained:
-        loss.backward(retain_graph=more, inputs=trained)
+def trained(parameters: Sequence[nn.Parameter] | None) -> list[nn.Parameter] | None:
+    """Those that a backward can reach now; None for all of the model."""
+    return None if parameters is None else [parameter for parameter in parameters if parameter.requires_grad]

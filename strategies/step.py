@@ -18,7 +18,7 @@ from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, St
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.devices import move
 from lockstep.strategies.launch import fault_injection
-from lockstep.strategies.losses import detach, run_backward, split_loss
+from lockstep.strategies.losses import detach, split_loss, trained
 from lockstep.strategies.manual import ManualOptimization
 from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
@@ -76,8 +76,7 @@ class SPMDStep(ManualOptimization):
         if not hooks.automatic:
             return self._run_manual(wrapped, step_fn, window, hooks)
         last, alone = len(window.micro_batches) - 1, len(window.micro_batches) == 1 == self.topology.data_size
-        # Summed over data ranks, so that hooks see the gradients of one process.
-        weight = None if alone else 1 / window.num_samples
+        weight = None if alone else 1 / window.num_samples  # of a sum over data ranks, as one process has it
         run, scaler, autocast = self.run_step(wrapped, step_fn), self.precision.scaler, self.precision.autocast_dtype
         count: Any = 0.0  # a tensor if losses count on an accelerator
         weighted, vote, counting, send = 0.0, NO_VOTE, None, None
@@ -111,7 +110,8 @@ class SPMDStep(ManualOptimization):
                 more = j < len(losses) - 1
                 if hooks.before_backward is not None:
                     hooks.before_backward(returned)
-                run_backward(value if scaler is None else scaler.scale(value), inputs, more)
+                if inputs is None or inputs:
+                    (value if scaler is None else scaler.scale(value)).backward(retain_graph=more, inputs=inputs)
                 if hooks.after_loss is not None:
                     hooks.after_loss()
                 if hooks.after_backward is not None and (i < last or more):
@@ -361,7 +361,7 @@ def weighted_losses(
                 f"None, but {', '.join(wrong)} is not; "
                 "name the losses after the optimizers"
             )
-        losses = [(output[name], parameters[name], output[name]) for name in parameters]
+        losses = [(output[name], trained(group), output[name]) for name, group in parameters.items()]
         numerator, count = float(num_samples), num_samples
     else:
         value, numerator, count = (

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, StepVote, Strategy, Topology
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.launch import environment, fault_injection
-from lockstep.strategies.losses import detach, run_backward
+from lockstep.strategies.losses import detach
 from lockstep.strategies.modules.model_changes import (
     gradient_marks,
     own_backward,
@@ -166,7 +166,8 @@ class VirtualStep(ShareHooks, SPMDStrategy):
                     more = j < len(losses) - 1
                     if hooks.before_backward is not None:
                         hooks.before_backward(returned)
-                    run_backward(value, inputs, more)
+                    if inputs is None or inputs:
+                        value.backward(retain_graph=more, inputs=inputs)
                     _after_loss(hooks, more, ends)
                 if ends:
                     gradients.append(self.take_gradients(wrapped))

@@ -16,7 +16,7 @@ from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import fault_injection
 from lockstep.strategies.launch.rng import seed_streams
-from lockstep.strategies.losses import detach, run_backward
+from lockstep.strategies.losses import detach
 from lockstep.strategies.methods.federated.control import Control
 from lockstep.strategies.methods.federated.copy import FreshOptimizers, RefusedOnClient, ServerCopy
 from lockstep.strategies.methods.federated.loader import Participant, Round
@@ -160,7 +160,8 @@ class ClientSteps(SPMDStrategy):
             for j, (value, inputs, returned) in enumerate(losses):
                 if hooks.before_backward is not None:
                     hooks.before_backward(returned)
-                run_backward(value, inputs, j < len(losses) - 1)
+                if inputs is None or inputs:
+                    value.backward(retain_graph=j < len(losses) - 1, inputs=inputs)
                 if hooks.after_backward is not None:
                     hooks.after_backward()
             marks[:] = _versions(run.model)  # the step itself may change parameters

@@ -13,7 +13,7 @@ from lockstep.strategies.base import StepFn, StepHooks
 from lockstep.strategies.data.sampler_state import other_indices
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import fault_injection
-from lockstep.strategies.losses import detach, run_backward
+from lockstep.strategies.losses import detach
 from lockstep.strategies.methods.parameter_server.data import Later
 from lockstep.strategies.methods.parameter_server.engine import Engine
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
@@ -193,7 +193,8 @@ class Worker:
                     raise self._not_finite("the loss", clock)
                 if hooks.before_backward is not None:
                     hooks.before_backward(returned)
-                run_backward(value, inputs, j < len(losses) - 1)
+                if inputs is None or inputs:
+                    value.backward(retain_graph=j < len(losses) - 1, inputs=inputs)
             self._engine.note_buffers()
         for name, parameter in wrapped.named_parameters():
             if parameter.grad is not None and not _is_finite(parameter.grad):
