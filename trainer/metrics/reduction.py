@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,13 +129,20 @@ def _metric_values(name: str, metric: Any) -> dict[str, float]:
             warnings.filterwarnings("ignore", "The ``compute`` method of metric")
         value = metric.compute()
     if isinstance(value, dict):
-        return {f"{name}/{key}" if not key.startswith(name) else key: float(item) for key, item in value.items()}
+        named = {key if key.startswith(name) else f"{name}/{key}": item for key, item in value.items()}
+    else:
+        named = {name: value}
+    return {key: _number(name, item) for key, item in named.items()}
+
+
+def _number(name: str, value: Any) -> float:
+    what = type(value).__name__
     if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(
-            f"the metric logged as {name!r} computes a tensor of shape {list(value.shape)}; log its elements under "
-            "names of their own"
-        )
-    return {name: float(value)}
+        what = f"tensor of shape {list(value.shape)}"
+    else:
+        with suppress(TypeError, ValueError):
+            return float(value)
+    raise ValueError(f"the metric logged as {name!r} computes a {what}; log its elements under names of their own")
 
 
 def _weighed_by_samples(

@@ -250,6 +250,32 @@ def test_metrics_that_cannot_be_shown_are_named() -> None:
         quiet().test(Matrix(), loader(8))
 
 
+@pytest.mark.parametrize(
+    ("computed", "said"),
+    [
+        ((torch.ones(()), torch.ones(())), "tuple"),
+        ({"all": torch.ones(2)}, r"tensor of shape \[2\]"),
+        ({"worst": None}, "NoneType"),
+    ],
+)
+def test_values_of_a_metric_without_a_number_are_named(computed: Any, said: str) -> None:
+    class Odd(MeanMetric):
+        def compute(self) -> Any:
+            return computed
+
+    class Logs(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.odd = Odd()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.odd.update(batch[0])
+            self.log("odd", self.odd)
+
+    with pytest.raises(ValueError, match=f"the metric logged as 'odd' computes a {said}; log its elements under names"):
+        quiet().validate(Logs(), loader(8))
+
+
 def test_one_metric_under_two_names_has_one_value() -> None:
     class Twice(Net):
         def __init__(self) -> None:
