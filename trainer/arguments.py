@@ -69,7 +69,7 @@ class TrainerArguments:
         `default_root_dir`: folder of runs; a run is in `<default_root_dir>/<name>/version_<N>`.
     Reproducibility
         `seed`: seeds every random stream when a run begins; None uses the streams of the process as they are.
-        `deterministic`: only deterministic algorithms of torch.
+        `deterministic`: only deterministic algorithms of torch; "warn" warns where there is none instead of raising.
         `detect_anomaly`: during a run torch names the forward of a NaN that a backward finds; slow.
     Speed
         `compile`: True, or a dict of arguments of torch.compile, compiles the module's repeated blocks, or its
@@ -117,7 +117,7 @@ class TrainerArguments:
     enable_model_summary: bool | None = None
     default_root_dir: str | Path = "runs"
     seed: int | None = None
-    deterministic: bool = False
+    deterministic: bool | str = False
     detect_anomaly: bool = False
     compile: bool | dict[str, Any] = False
     benchmark: bool | None = None
@@ -133,6 +133,8 @@ class TrainerArguments:
             value = getattr(self, field.name)
             if field.type in ("bool", "bool | None") and value is not None and value not in (True, False):
                 raise TypeError(f"{field.name} must be True or False, but {field.name}={value!r}")
+        if self.deterministic not in (True, False, "warn"):
+            raise ValueError(f"deterministic must be True, False or 'warn', but deterministic={self.deterministic!r}")
         for name, least in _LEAST.items():
             _check_at_least(name, getattr(self, name), least)
         for name in _BATCHES:

@@ -39,14 +39,14 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     return seed
 
 
-def deterministic() -> Callable[[], None]:
-    """Let torch take deterministic algorithms only, and raise where there is none; returns what sets everything
-    back."""
+def deterministic(warn_only: bool = False) -> Callable[[], None]:
+    """Let torch take deterministic algorithms only, and raise or warn where there is none; returns what sets
+    everything back."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = False  # it would take the algorithm that was the fastest in this process
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
 
     def undo() -> None:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -60,7 +60,7 @@ def deterministic() -> Callable[[], None]:
 def torch_settings(arguments: TrainerArguments) -> Iterator[Callable[[], None]]:
     """Set what `deterministic`, `detect_anomaly` and `benchmark` ask for; yields what sets each back."""
     if arguments.deterministic:
-        yield deterministic()
+        yield deterministic(warn_only=arguments.deterministic == "warn")
     if arguments.detect_anomaly:
         anomalies = torch.autograd.set_detect_anomaly(True)
         yield partial(anomalies.__exit__)

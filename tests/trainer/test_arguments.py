@@ -74,6 +74,7 @@ def test_gpus_that_are_not_the_first_ones_are_refused(monkeypatch: pytest.Monkey
     [
         ({"min_steps": 3, "max_steps": 2}, "min_steps=3 is more than max_steps=2"),
         ({"benchmark": True, "deterministic": True}, "benchmark=True .* deterministic=True"),
+        ({"deterministic": "warm"}, "deterministic must be True, False or 'warn'"),
         ({"limit_predict_batches": -1}, "limit_predict_batches must be"),
         ({"reload_dataloaders_every_n_epochs": -1}, "reload_dataloaders_every_n_epochs must be"),
     ],

@@ -341,9 +341,14 @@ def test_only_deterministic_algorithms_where_asked_for_and_as_before_afterwards(
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        quiet(deterministic=True).fit(net(), loader())
         with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
             quiet(deterministic=True).fit(Putting(), loader())
+        torch.use_deterministic_algorithms(False)
+        with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"):
+            quiet(deterministic="warn").fit(Putting(), loader())
+        assert not torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        quiet(deterministic=True).fit(net(), loader())
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
