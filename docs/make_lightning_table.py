@@ -28,7 +28,6 @@ BEGIN, END = "<!-- names -->", "<!-- end of names -->"
 _MANIFEST = "hyperparameters are in the checkpoint's manifest"
 _UPPER = {f"CHECKPOINT_HYPER_PARAMS_{word}": _MANIFEST for word in ("KEY", "NAME", "TYPE")}
 _DATAMODULE = _UPPER | {
-    "hparams_initial": "copy self.hparams after save_hyperparameters",
     "load_from_checkpoint": "build it by its arguments; its state is restored by fit(ckpt_path=…)",
     "name": "give it to the logger",
     "remove_ignored_hparams": "give save_hyperparameters(ignore=[…])",
@@ -67,7 +66,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "early_stopping_callbacks": "with `lockstep.lightning`",
         "progress_bar_callback": "with `lockstep.lightning`",
         "should_stop": "ends after the next step at the latest, on all ranks alike; a shortened epoch does not count",
-        "state": "`status`, `fn` and `stage` are strings, as is the `stage` of `setup` and `teardown`",
+        "state": "`status`, `fn` and `stage` are strings, members of the enums with `lockstep.lightning`; the "
+        "`stage` of `setup` and `teardown` is a string",
         "strategy": "a strategy of Lockstep",
         "train_dataloader": "this rank's shard; your loader is its `.loader`",
     },

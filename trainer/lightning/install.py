@@ -31,7 +31,7 @@ def install(root: str) -> None:
             module = ModuleType(f"{root}.{path}", f"What code takes from lightning.{path}, mapped onto Lockstep.")
             vars(module).update(
                 __path__=[],
-                __all__=sorted(names),
+                __all__=sorted(name for name in names if not name.startswith("__")),
                 __getattr__=functools.partial(find, root, path),
             )
             sys.modules[module.__name__] = module

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep.trainer.datamodule import DataModule
-from lockstep.trainer.module import Module
+from lockstep.trainer.hparams import HyperParameters, Namespace
+from lockstep.trainer.module import Module, attach
+
+if TYPE_CHECKING:
+    from lockstep.trainer.trainer import Trainer
 
 
 class _OfClass(classmethod):
@@ -29,10 +34,32 @@ class _OfClass(classmethod):
         return refuse
 
 
-class LightningModule(Module):
+class HyperparametersMixin(HyperParameters):
+    """`save_hyperparameters` and `hparams`, which keeps what was saved apart from later changes."""
+
+    @property
+    def hparams_initial(self) -> Namespace:
+        """`hparams` as `save_hyperparameters` has left them; what checkpoints do not hold is not copied."""
+        return vars(self).get("_hparams_initial", Namespace())
+
+    def save_hyperparameters(self, *names: Any, ignore: Any = None, logger: bool = True) -> None:
+        super().save_hyperparameters(*names, ignore=ignore, logger=logger)
+        vars(self)["_hparams_initial"] = Namespace(self.hparams | copy.deepcopy(self.saved_hparams))
+
+
+class LightningModule(HyperparametersMixin, Module):
     """`lockstep.Module`, whose hooks get a loss in a dict."""
 
     hooks_get_dicts = True
+
+    @property
+    def trainer(self) -> Trainer:
+        """As `lockstep.Module.trainer`; one that is set stays until a Trainer runs the module."""
+        return super().trainer if self._trainer is None else self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer) -> None:
+        attach(self, trainer)
 
     @_OfClass  # type: ignore[arg-type]
     def load_from_checkpoint(
@@ -56,7 +83,7 @@ class LightningModule(Module):
             self.untoggle_optimizer(optimizer)
 
 
-class LightningDataModule(DataModule):
+class LightningDataModule(HyperparametersMixin, DataModule):
     """`lockstep.DataModule`."""
 
     @classmethod

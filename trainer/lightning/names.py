@@ -7,6 +7,7 @@ from typing import Any
 
 OURS = "trainer.lightning"
 _CORE = {
+    OURS: "__version__",
     "callbacks": "Callback",
     "trainer.seeding": "seed_everything",
     f"{OURS}.trainer": "Trainer",
@@ -24,13 +25,13 @@ PATHS: Mapping[str, Mapping[str, str]] = {
     "": _CORE,
     "pytorch": _CORE,
     "pytorch.core": {
-        f"{OURS}.module": "LightningModule LightningDataModule",
-        "trainer.hparams": "HyperparametersMixin=HyperParameters",
+        f"{OURS}.module": "HyperparametersMixin LightningModule LightningDataModule",
         "trainer.run.manual": "LightningOptimizer=ManualOptimizer",
     },
     "pytorch.trainer": {
         "trainer.seeding": "seed_everything",
         "trainer.facts": "TrainerState",
+        f"{OURS}.types": "RunningStage TrainerFn TrainerStatus",
         f"{OURS}.trainer": "Trainer",
     },
     "pytorch.callbacks": {
@@ -162,9 +163,6 @@ REFUSED: Mapping[str, str] = {
     "SLURMEnvironment": _ENVIRONMENT,
     "TorchElasticEnvironment": _ENVIRONMENT,
     "XLAEnvironment": _ENVIRONMENT,
-    "TrainerFn": "compare trainer.state.fn with 'fit', 'validate', 'test' or 'predict'",
-    "TrainerStatus": "compare trainer.state.status with 'running', 'finished' or 'interrupted'",
-    "RunningStage": "compare trainer.state.stage with 'train', 'validate', 'test' or 'predict'",
     "GradClipAlgorithmType": "write 'norm' or 'value'",
     "LightningEnum": "use enum.Enum",
     "find_shared_parameters": "nothing: tied parameters are found by themselves",

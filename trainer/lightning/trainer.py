@@ -15,9 +15,11 @@ from lockstep.callbacks.base import Callback
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.devices import device_count
 from lockstep.trainer.lightning.callbacks import ModelSummary, TQDMProgressBar
+from lockstep.trainer.facts import TrainerState
 from lockstep.trainer.lightning.loggers import TensorBoardLogger
 from lockstep.trainer.lightning.model_checkpoint import ModelCheckpoint
 from lockstep.trainer.lightning.names import ACCEPTED
+from lockstep.trainer.lightning.types import RunningStage, TrainerFn, TrainerStatus
 from lockstep.trainer.lightning_names import ARGUMENTS
 from lockstep.trainer.metrics.reduction import of_kind
 from lockstep.trainer.trainer import Trainer as _Trainer
@@ -98,6 +100,12 @@ class Trainer(_Trainer):
     def early_stopping_callbacks(self) -> list[_callbacks.EarlyStopping]:
         """All of them."""
         return [item for item in self.callbacks if isinstance(item, _callbacks.EarlyStopping)]
+
+    @property
+    def state(self) -> TrainerState:
+        """As `lockstep.Trainer.state`, with members of Lightning's enums, which are equal to the strings."""
+        status, fn, stage = super().state
+        return TrainerState(TrainerStatus(status), fn and TrainerFn(fn), stage and RunningStage(stage))
 
     @property
     def progress_bar_metrics(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -24,6 +25,48 @@ LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
 LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
 LRSchedulerPLType = LRSchedulerTypeUnion
 LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
+
+
+class _Word(str, Enum):
+    """A member is equal to its value, and shown as it."""
+
+    __str__ = str.__str__
+
+
+class TrainerStatus(_Word):
+    """Of `trainer.state.status`."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def stopped(self) -> bool:
+        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
+
+
+class TrainerFn(_Word):
+    """Of `trainer.state.fn`, equal to the `stage` of `setup` and `teardown`."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class RunningStage(_Word):
+    """Of `trainer.state.stage`."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import lockstep.lightning.pytorch as pl
+from lockstep.lightning.pytorch.trainer import states
 from lockstep.lightning.pytorch.utilities import CombinedLoader
 from tests.trainer.lightning.projects import classifier, loader
 
@@ -109,6 +111,27 @@ def test_callbacks_of_the_module_replace_those_of_the_trainer(tmp_path: Path) ->
     made = trainer(enable_checkpointing=True)
     made.fit(module, loader(8))
     assert made.checkpoint_callbacks == [saver] and (tmp_path / "mine.ckpt").is_dir()
+
+
+def test_the_state_has_the_members_of_the_enums() -> None:
+    seen: list[Any] = []
+    module = hooked("validation_step", lambda self: seen.append(self.trainer.state))
+    made = trainer()
+    assert made.state.status is states.TrainerStatus.INITIALIZING and made.state.fn is None and made.state.stage is None
+    made.fit(module, loader(4), loader(4))
+    assert seen == [("running", "fit", "validate")] and seen[0].fn is states.TrainerFn.FITTING
+    assert seen[0].stage is states.RunningStage.VALIDATING and seen[0].stage.evaluating
+    assert made.state.status.stopped and f"{made.state.fn} {made.state.status}" == "fit finished"
+
+
+def test_a_module_takes_a_trainer_for_its_tests() -> None:
+    module = classifier(pl)()
+    module.inner = classifier(pl)()
+    module.trainer = SimpleNamespace(current_epoch=3, global_rank=1)
+    assert (module.current_epoch, module.inner.current_epoch, module.inner.trainer.global_rank) == (3, 3, 1)
+    made = trainer()
+    made.fit(module, loader(4))
+    assert module.trainer is made and module.current_epoch == 1
 
 
 # ---- log -------------------------------------------------------------------------------------------

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 import lockstep.lightning.pytorch as pl
+from lockstep.lightning.pytorch.core.mixins import HyperparametersMixin
 from tests.trainer.lightning.test_checkpoints import Net, data
 
 QUIET: dict[str, Any] = {
@@ -74,3 +76,19 @@ def test_what_load_from_checkpoint_refuses(tmp_path: Path) -> None:
 def test_other_objects_in_place_of_names_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="save_hyperparameters takes names of arguments, or a dict, a Namespace or a"):
         Net().save_hyperparameters(value)
+
+
+@pytest.mark.parametrize("base", [pl.LightningModule, pl.LightningDataModule, HyperparametersMixin])
+def test_what_was_saved_first_is_kept(base: type) -> None:
+    class Saved(base):  # type: ignore[misc, valid-type]
+        def __init__(self, layers: list[int], lock: Any = None) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    lock = Lock()
+    made = Saved([1], lock)
+    made.hparams.layers.append(2)
+    made.hparams.more = 3
+    assert made.hparams_initial == {"layers": [1], "lock": lock}
+    assert made.hparams == {"layers": [1, 2], "lock": lock, "more": 3}
+    assert base().hparams_initial == {}

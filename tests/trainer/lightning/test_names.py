@@ -47,6 +47,7 @@ def test_names_are_the_same_objects_by_every_path() -> None:
     assert early_stopping.EarlyStopping is importlib.import_module("lockstep.lightning").pytorch.callbacks.EarlyStopping
     assert L.Callback is callbacks.Callback
     assert importlib.import_module("lockstep.lightning.fabric").seed_everything is L.seed_everything
+    assert L.__version__ == pl.__version__ >= "2.6" and "__version__" not in pl.__all__
     assert issubclass(L.LightningModule, importlib.import_module("lockstep").Module)
 
 
