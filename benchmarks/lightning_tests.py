@@ -25,7 +25,7 @@ from collections import Counter
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -118,8 +118,16 @@ class Mapped(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         try:
             importlib.import_module(ours(name))
         except ModuleNotFoundError:
+            if self._is_attribute(name):  # `mock.patch` tries to import each part of a path
+                return None
             return self._of_checkout(name) or ModuleSpec(name, self, is_package=True)
         return ModuleSpec(name, self, is_package=True)
+
+    def _is_attribute(self, name: str) -> bool:
+        """Whether `name` is an object of a module of ours, or would be one of Lightning's."""
+        parent, _, last = name.rpartition(".")
+        value = getattr(sys.modules.get(parent), last, None)
+        return last.lstrip("_")[:1].isupper() or not isinstance(value, (NoneType, ModuleType, _Absent))
 
     def _of_checkout(self, name: str) -> ModuleSpec | None:
         full = name.replace("pytorch_lightning", "lightning.pytorch", 1)
