@@ -138,14 +138,13 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "with `lockstep.lightning`, unless a strategy shards parameters",
     },
     "Loggers": {
-        "CSVLogger": "drops rows after the checkpoint that is resumed; has its folder, version and file from the start "
-        "of "
-        "a run; no `prefix`",
+        "CSVLogger": "drops rows after the checkpoint that is resumed; has its file from the start of a run, in which "
+        "what was logged before is written; `version` is None until a run starts or `log_dir` is read; no `prefix`",
         "Logger": "`after_save_checkpoint` is refused",
         "MLFlowLogger": "`MLflowLogger`",
-        "TensorBoardLogger": "hides values after the checkpoint that is resumed; has its folder, version and writer "
-        "from "
-        "the start of a run, and `hparams.yaml` if there are hyperparameters; no `prefix` and `sub_dir`",
+        "TensorBoardLogger": "hides values after the checkpoint that is resumed; has its file from the start of a run, "
+        "in which what was logged before is written, and `hparams.yaml` if there are hyperparameters; `version` is "
+        "None until a run starts or `log_dir` is read; no `prefix` and `sub_dir`",
         "WandbLogger": "a resumed run has each step once",
     },
 }

@@ -79,21 +79,21 @@ class CSVLogger(RunLogger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if not self._is_writer:
             return
-        self._folder()
         self._num_rows += 1
         self._rows.append({"step": self._at(step)} | {key: plain(value) for key, value in metrics.items()})
-        if len(self._rows) >= self.flush_every:
+        if self.has_folder and len(self._rows) >= self.flush_every:
             self.save()
 
     def save(self) -> None:
         """Write the collected rows. Raises OSError; the rows that could not be written are lost."""
-        if not self._is_writer or self.log_dir is None:
+        if not self._is_writer:
             return
-        if not self._hparams_are_written:
+        if not self._hparams_are_written and self.log_dir is not None:
             self._hparams_are_written = True
             write_hparams(self.log_dir, self._hparams)
         if not self._rows:
             return
+        self._folder()
         rows, self._rows = self._rows, []
         new = {key: None for row in rows for key in row}
         if self._columns is None or not new.keys() <= set(self._columns):

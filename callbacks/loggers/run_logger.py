@@ -40,6 +40,11 @@ class RunLogger(Logger):
         return os.path.dirname(self.run_dir) if self.run_dir else None
 
     @property
+    def has_folder(self) -> bool:
+        """Whether what is logged can be written; before a run it is held until the run has its folder."""
+        return self.log_dir is not None
+
+    @property
     def experiment(self) -> Any:
         if not self._is_writer:
             return NullWriter()

@@ -90,9 +90,10 @@ class TensorBoardLogger(RunLogger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if not self._is_writer:
             return
-        self._write_hparams()
+        if self.has_folder:
+            self._write_hparams()
         self._held.append(({key: float(value) for key, value in metrics.items()}, self._at(step), time.time()))
-        if time.monotonic() >= self._next_turn:
+        if self.has_folder and time.monotonic() >= self._next_turn:
             self._hand_over_held()
 
     def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep import callbacks
 from lockstep.callbacks._support.null_writer import NullWriter
+from lockstep.callbacks.loggers.run_logger import RunLogger
 from lockstep.trainer.lightning.utilities import rank_zero_only
 
 
@@ -23,7 +24,39 @@ def rank_zero_experiment(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return experiment
 
 
-class TensorBoardLogger(callbacks.TensorBoardLogger):
+class _WithFolder(RunLogger):
+    """Has its version and folder when they are first asked for, also before a run."""
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of the run. Before there is one: of `version`, or of the next free version, which becomes
+        `version`."""
+        if self.run_dir is not None:
+            return self.run_dir
+        root = Path(self.save_dir or ".") / str(self.name)
+        if self.version is None:
+            taken = [path.name.removeprefix("version_") for path in root.glob("version_*")]
+            self.version = max((int(number) for number in taken if number.isdigit()), default=-1) + 1
+            self.took_version = True
+        return str(root / (f"version_{self.version}" if isinstance(self.version, int) else self.version))
+
+    @log_dir.setter
+    def log_dir(self, folder: str | None) -> None:
+        self.run_dir = folder
+
+    took_version = False
+    """Whether `version` was none and `log_dir` has taken one."""
+
+    @property
+    def root_dir(self) -> str:
+        return str(Path(self.log_dir).parent)
+
+    @property
+    def has_folder(self) -> bool:
+        return self.run_dir is not None
+
+
+class TensorBoardLogger(_WithFolder, callbacks.TensorBoardLogger):
     """`lockstep.callbacks.TensorBoardLogger` in `<save_dir>/<name>/version_<N>`; without a name in `save_dir` itself.
 
     Raises TypeError for `prefix`, `sub_dir` and options of the SummaryWriter other than `flush_secs`.
@@ -49,9 +82,10 @@ class TensorBoardLogger(callbacks.TensorBoardLogger):
             default_hp_metric=default_hp_metric,
             flush_secs=flush_secs,
         )
+        self._is_writer = rank_zero_only.rank == 0  # of `experiment` before a run
 
 
-class CSVLogger(callbacks.CSVLogger):
+class CSVLogger(_WithFolder, callbacks.CSVLogger):
     """`lockstep.callbacks.CSVLogger` in `<save_dir>/<name>/version_<N>`; without a name in `save_dir` itself.
 
     Raises TypeError for `prefix`.

@@ -103,6 +103,30 @@ def test_the_default_logger_writes_where_lightning_does(tmp_path: Path) -> None:
     assert second.log_dir == str(tmp_path / "here" / "version_0")
 
 
+@pytest.mark.parametrize("kind", [loggers.TensorBoardLogger, loggers.CSVLogger])
+def test_a_logger_works_before_the_run(kind: type, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "version_3").mkdir(parents=True)
+    logger = kind(tmp_path, "mine")
+    logger.log_hyperparams({"rate": 0.5})
+    logger.log_metrics({"before": 7.0}, 2)
+    assert logger.version is None and not list(tmp_path.rglob("*.*"))
+    assert (logger.log_dir, logger.version) == (str(tmp_path / "mine" / "version_4"), 4)
+    assert logger.root_dir == str(tmp_path / "mine")
+    trainer = L.Trainer(**QUIET | {"logger": logger}, max_epochs=1)
+    module, batches = classifier(pl)(), loader()
+    with pytest.raises(ValueError, match="log_dir was read before fit, which has taken version 4; give the logger"):
+        trainer.fit(module, batches, ckpt_path="auto")
+    trainer.fit(module, batches)
+    assert trainer.log_dir == logger.log_dir == str(tmp_path / "mine" / "version_4")
+    assert "rate: 0.5" in Path(logger.log_dir, "hparams.yaml").read_text()
+    written = b"".join(path.read_bytes() for path in Path(logger.log_dir).iterdir() if path.is_file())
+    assert written.count(b"before") == 1
+    alone = kind(tmp_path, "alone")
+    alone.log_metrics({"before": 7.0}, 2)
+    alone.save()
+    assert [path.parent.name for path in Path(tmp_path, "alone").rglob("*.*")] == ["version_0"]
+
+
 def test_arguments_of_callbacks() -> None:
     saver = pl.callbacks.ModelCheckpoint("folder", "{epoch}", "val_loss", True, None, 2)
     assert (saver.monitor, saver.save_top_k, saver.verbose, saver.save_last) == ("val_loss", 2, True, False)
