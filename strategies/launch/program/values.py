@@ -50,6 +50,8 @@ def state_of(value: Any, is_own: Callable[[type], bool], contents: bool = True, 
     if isinstance(value, dict):
         return kind, {key: part(item) for key, item in value.items() if not differs_by_process(key)}
     if isinstance(value, (list, tuple)):
+        if _is_a_librarys_tuple(value, is_own):
+            raise NotComparable
         return kind, [part(item) for item in value]
     if isinstance(value, (set, frozenset)):
         if not all(isinstance(item, (int, float, str)) for item in value):
@@ -61,6 +63,14 @@ def state_of(value: Any, is_own: Callable[[type], bool], contents: bool = True, 
         hidden = ("_",) if isinstance(value, torch.nn.Module) else ()
         return kind, part({key: item for key, item in vars(value).items() if not key.startswith(hidden)})
     raise NotComparable
+
+
+def _is_a_librarys_tuple(value: Any, is_own: Callable[[type], bool]) -> bool:
+    """Whether it is more than its items, such as `unittest.mock.call`, and may not survive being pickled."""
+    cls = type(value)
+    return (
+        isinstance(value, tuple) and cls not in (tuple, torch.Size) and not hasattr(cls, "_fields") and not is_own(cls)
+    )
 
 
 def has_settings(value: Any, is_own: Callable[[type], bool]) -> bool:

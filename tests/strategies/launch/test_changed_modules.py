@@ -15,6 +15,7 @@ SETTINGS = """
     from dataclasses import dataclass, field
     from enum import Enum
     from types import SimpleNamespace
+    from unittest.mock import call
     import torch
     import torch.nn.functional as F
 
