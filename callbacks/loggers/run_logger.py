@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks._support.hparams import plain_params
@@ -27,8 +28,10 @@ class RunLogger(Logger):
         self, save_dir: str | os.PathLike[str] | None = None, name: str | None = None, version: str | int | None = None
     ) -> None:
         self.save_dir = None if save_dir is None else os.path.expanduser(save_dir)
-        self.name = name
-        self.version = version
+        with suppress(AttributeError):  # a subclass may define them as properties
+            self.name = name
+        with suppress(AttributeError):
+            self.version = version
         self._is_writer = True
         self._trainer: Trainer | None = None
         self._hparams: dict[str, Any] = {}

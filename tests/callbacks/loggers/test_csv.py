@@ -136,11 +136,16 @@ def test_a_logger_of_the_users_own_may_have_a_root_dir(tmp_path: Path) -> None:
     assert (tmp_path / "steps.txt").read_text() == "2"
 
 
+class Named(CSVLogger):
+    name = property(lambda self: "d")  # type: ignore[assignment]
+    version = property(lambda self: "own")  # type: ignore[assignment]
+
+
 def test_each_logger_writes_into_its_own_version(tmp_path: Path) -> None:
-    loggers = [CSVLogger(name="a", version=3), CSVLogger(name="b", version="mine"), CSVLogger(name="c")]
+    loggers = [CSVLogger(name="a", version=3), CSVLogger(name="b", version="mine"), CSVLogger(name="c"), Named()]
     quiet(logger=loggers, log_every_n_steps=1, default_root_dir=tmp_path).fit(net(), loader(16))
     found = {path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("metrics.csv")}
-    assert found == {"a/version_3", "b/mine", "c/version_3"}
+    assert found == {"a/version_3", "b/mine", "c/version_3", "d/own"}
 
 
 @pytest.mark.ranks
