@@ -12,14 +12,15 @@ from tests.trainer.lightning.differences.probe import QUIET, differs, fit, part,
 from tests.trainer.lightning.projects import classifier, data, loader
 
 
-@differs("first loader that is asked for", ["val", "train"], ["train", "val"])
+@differs("first loader that is asked for", ["start", "val", "train"], ["train", "val", "start"])
 def _(pl: Any, folder: Path) -> Any:
     order: list[str] = []
 
     def ask(kind: str) -> Any:
         return lambda self: (order.append(kind), loader(8))[1]
 
-    module = classifier(pl, train_dataloader=ask("train"), val_dataloader=ask("val"))()
+    start = {"on_fit_start": lambda self: order.append("start")}
+    module = classifier(pl, train_dataloader=ask("train"), val_dataloader=ask("val"), **start)()
     pl.Trainer(**QUIET | {"num_sanity_val_steps": 1}).fit(module)
     return order
 

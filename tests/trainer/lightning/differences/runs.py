@@ -170,6 +170,27 @@ def _(pl: Any, folder: Path) -> Any:
     return seen(lambda: on_two_ranks(pl, classifier(pl, training_step=training_step)())["flows"])
 
 
+@differs("`load_state_dict` that a module overrides, and its load hooks", ["override", "hook"] * 2, [])
+def _(pl: Any, folder: Path) -> Any:
+    called: list[str] = []
+    base = classifier(pl)
+
+    class Loads(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_load_state_dict_post_hook(lambda module, keys: called.append("hook"))
+
+        def load_state_dict(self, *args: Any, **options: Any) -> Any:
+            called.append("override")
+            return super().load_state_dict(*args, **options)
+
+    saver = pl.callbacks.ModelCheckpoint(folder, "one")
+    fit(pl, Loads(), callbacks=saver, enable_checkpointing=True, default_root_dir=folder)
+    fit(pl, Loads(), ckpt_path=folder / "one.ckpt", max_epochs=2)
+    Loads.load_from_checkpoint(folder / "one.ckpt")
+    return called
+
+
 @differs("saves of the same name with `save_top_k=-1`", ["same.ckpt"], ["same-v1.ckpt", "same.ckpt"])
 def _(pl: Any, folder: Path) -> Any:
     callback = pl.callbacks.ModelCheckpoint(folder, "same", save_top_k=-1)
