@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 OURS = "trainer.lightning"
+VERSION = "2.6.0"
+"""Of the Lightning whose names these are."""
 _CORE = {
-    OURS: "__version__",
+    f"{OURS}.names": "__version__=VERSION",
     "callbacks": "Callback",
     "trainer.seeding": "seed_everything",
     f"{OURS}.trainer": "Trainer",
