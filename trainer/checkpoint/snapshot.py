@@ -119,7 +119,8 @@ def _shared_state(
         "strategy_name": run.strategy.name,
         "strategy": meta,
         "schedulers": [
-            pack(config.scheduler.state_dict(), f"schedulers/{i}", tensors) for i, config in enumerate(run.schedulers)
+            pack(config.scheduler.state_dict() or {}, f"schedulers/{i}", tensors)
+            for i, config in enumerate(run.schedulers)
         ],
         "callbacks": _callback_states(run, tensors),
         "datamodule": {} if datamodule is None else pack(datamodule.state_dict(), "datamodule/state", tensors),
@@ -254,7 +255,7 @@ def restore_optimizers(run: RunState, checkpoint: Checkpoint) -> None:
             raise ValueError(f"it holds {len(state['schedulers'])} schedulers, but this run has {len(run.schedulers)}")
         for config, saved in zip(run.schedulers, state["schedulers"], strict=True):
             values, name = unpack(saved, read), type(config.scheduler).__name__
-            for key, now in config.scheduler.state_dict().items():
+            for key, now in (config.scheduler.state_dict() or {}).items():
                 if key in values and not is_alike(values[key], now):
                     raise ValueError(f"scheduler {name} has {key}={now!r:.60}, but {values[key]!r:.60} was saved")
             config.scheduler.load_state_dict(values)

@@ -43,7 +43,9 @@ def configured(optimizers: Mapping[str, Optimizer], schedulers: Sequence[Schedul
             {
                 "class": type(config.scheduler).__name__,
                 "options": {
-                    name: value for name, value in _plain(config.scheduler.state_dict()).items() if name not in _MOVING
+                    name: value
+                    for name, value in _plain(config.scheduler.state_dict() or {}).items()
+                    if name not in _MOVING
                 },
             }
             for config in schedulers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,3 +122,29 @@ def test_invalid_forms_are_refused_by_name(form: Callable[[Any], Any], message: 
 
     with pytest.raises((ValueError, TypeError), match=message):
         quiet().fit(Formed(), loader(8))
+
+
+class Stateless:
+    """A scheduler with nothing to save, as they are written to satisfy an interface."""
+
+    loaded: list[Any] = []
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None: ...
+    def state_dict(self) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded.append(state)
+
+
+def test_a_scheduler_may_have_no_state(tmp_path: Path) -> None:
+    class Scheduled(Net):
+        def configure_optimizers(self) -> Any:
+            return [optimizer := one(self)], [Stateless(optimizer)]
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Scheduled(), loader(8))
+    trainer.save_checkpoint(tmp_path / "one")
+    quiet(max_epochs=2).fit(Scheduled(), loader(8), ckpt_path=tmp_path / "one")
+    assert Stateless.loaded == [{}]
