@@ -14,8 +14,8 @@ from lockstep import callbacks as _callbacks
 from lockstep.callbacks.base import Callback
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.devices import device_count
-from lockstep.trainer.lightning.callbacks import ModelSummary, TQDMProgressBar
 from lockstep.trainer.facts import TrainerState
+from lockstep.trainer.lightning.callbacks import ModelSummary, TQDMProgressBar
 from lockstep.trainer.lightning.loggers import TensorBoardLogger
 from lockstep.trainer.lightning.model_checkpoint import ModelCheckpoint
 from lockstep.trainer.lightning.names import ACCEPTED
