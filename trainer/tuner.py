@@ -137,7 +137,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _trial(run: RunState, module: Module, sources: Sources, steps: int, callbacks: list[Callback]) -> Trainer:
     """Fit a copy of `module` for `steps` optimizer steps in a run that writes and shows nothing; return its Trainer."""
-    module, datamodule = _copied(module), _copied(sources.datamodule)
+    copied, datamodule = _copied(module), _copied(sources.datamodule)
+    copied.configure_callbacks = list  # none, as those of the Trainer have no part in it either
     given = {field.name: getattr(run.arguments, field.name) for field in fields(run.arguments)}
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     unused = dict.fromkeys(("min_epochs", "min_steps", "max_time", "profiler"))
@@ -152,14 +153,26 @@ def _trial(run: RunState, module: Module, sources: Sources, steps: int, callback
             "num_sanity_val_steps": 0,
             "max_restarts": 0,
         }
-        | {"callbacks": callbacks, "log_every_n_steps": 1, "accumulate_grad_batches": run.accumulate_grad_batches}
+        | {
+            "callbacks": [*callbacks, _Unvalidated()],
+            "log_every_n_steps": 1,
+            "accumulate_grad_batches": run.accumulate_grad_batches,
+        }
     )
     random = rng_state()
     try:
-        trainer.fit(module, _copied_loaders(sources.loaders.get("train")), datamodule=datamodule)
+        trainer.fit(copied, _copied_loaders(sources.loaders.get("train")), datamodule=datamodule)
     finally:
         set_rng_state(random)
     return trainer
+
+
+class _Unvalidated(Callback):
+    """Lets schedulers that monitor what validation logs stay as they are, as a trial does not validate."""
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        run = trainer._run
+        run.schedulers = [replace(config, strict=False) for config in run.schedulers]
 
 
 def _copied(owner: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.callbacks import LRFinder
+from lockstep.callbacks import BatchSizeFinder, Callback, EarlyStopping, LRFinder
 from lockstep.callbacks.tuning.lr_finder import LRSweep
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
 
@@ -143,6 +143,30 @@ def test_a_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need the extra plot")
     find(finder(plot=tmp_path / "lr.png"))
     assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("callback", [finder(), BatchSizeFinder(init_val=16)], ids=["rate", "size"])
+def test_a_trial_needs_no_value_of_the_validation(callback: Callback) -> None:
+    class Plateau(Net):
+        batch_size = 16
+
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(data(32), self.batch_size)
+
+        def val_dataloader(self) -> DataLoader:
+            return loader()
+
+        def configure_callbacks(self) -> Any:
+            return [EarlyStopping("val/loss")]
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/loss"}}
+
+    trainer = quiet(callbacks=[callback], max_epochs=2)
+    trainer.fit(Plateau())
+    assert callback.result is not None and trainer.current_epoch == 2  # type: ignore[attr-defined]
 
 
 def test_a_module_without_a_rate_is_named() -> None:
