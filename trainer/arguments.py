@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -154,7 +154,8 @@ class TrainerArguments:
             )
         if self.seed is not None and not (isinstance(self.seed, Integral) and 0 <= self.seed < 2**63):
             raise ValueError(f"seed must be in [0, 2**63), but seed={self.seed!r}")
-        given = [self.callbacks] if isinstance(self.callbacks, (Callback, str)) else list(self.callbacks or [])
+        given: Any = self.callbacks or []
+        given = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
         for item in given:
             if not isinstance(item, Callback):
                 raise TypeError(
@@ -182,10 +183,10 @@ class TrainerArguments:
                 "gradient_clip_algorithm must be 'norm' or 'value', "
                 f"but gradient_clip_algorithm={self.gradient_clip_algorithm!r}"
             )
-        if self.gradient_clip_val is not None and self.gradient_clip_val <= 0:
+        at: Any = self.gradient_clip_val
+        if at is not None and (isinstance(at, bool) or not isinstance(at, Real) or not float(at) > 0):
             raise ValueError(
-                "gradient_clip_val must be above 0, or None for no clipping, "
-                f"but gradient_clip_val={self.gradient_clip_val}"
+                f"gradient_clip_val must be a number above 0, or None for no clipping, but gradient_clip_val={at!r}"
             )
 
     @property

@@ -49,7 +49,7 @@ class ParameterHooks:
         self.taken: dict[str, dict[str, dict[int, Any]]] = {}
         """By name and attribute: the dict of hooks of the user's own parameter. Empty as long as no user registered
         any."""
-        self.around: Callable[[list[Callable[..., Any]]], AbstractContextManager[None]] = lambda hooks: nullcontext()
+        self.around: Callable[[list[Callable[..., Any]]], AbstractContextManager[Any]] = nullcontext
         """Around the call of these hooks of users."""
         self._given_back = False
         self._registered = 0

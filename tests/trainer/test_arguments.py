@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,8 @@ def test_the_summary_follows_the_bar_unless_it_is_asked_for(bar: bool, summary: 
 def test_short_names_lead_to_the_arguments(name: str, near: str) -> None:
     with pytest.raises(TypeError, match=f"no argument {name!r}; did you mean {near!r}"):
         Trainer(**{name: 1})
+
+
+def test_a_trainer_can_be_pickled() -> None:
+    trainer = pickle.loads(pickle.dumps(Trainer(max_epochs=2, logger=False, enable_progress_bar=False)))
+    assert trainer.max_epochs == 2 and trainer.callbacks

@@ -68,8 +68,10 @@ TRAINER: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "clip": (
         {"gradient_clip_val": 0},
-        "gradient_clip_val must be above 0, or None for no clipping, but gradient_clip_val=0",
+        "gradient_clip_val must be a number above 0, or None for no clipping, but gradient_clip_val=0",
     ),
+    "clip in words": ({"gradient_clip_val": "0.5"}, "must be a number above 0, .* but gradient_clip_val='0.5'"),
+    "clip at NaN": ({"gradient_clip_val": float("nan")}, "must be a number above 0, .* but gradient_clip_val=nan"),
     "clip how": (
         {"gradient_clip_algorithm": "l2"},
         "gradient_clip_algorithm must be 'norm' or 'value', but gradient_clip_algorithm='l2'",
@@ -105,6 +107,7 @@ TRAINER: dict[str, tuple[dict[str, Any], str]] = {
         "callbacks must be Callback objects, but one is <class .*EarlyStopping'>; write EarlyStopping\\(…\\)",
     ),
     "no callback": ({"callbacks": [None]}, "one is None; subclass lockstep.callbacks.Callback"),
+    "callbacks as a number": ({"callbacks": 3}, "one is 3; subclass lockstep.callbacks.Callback"),
     "callback by name": ({"callbacks": "early"}, "one is 'early'; subclass lockstep.callbacks.Callback"),
     "logger": (
         {"logger": ["tensorboard"]},
