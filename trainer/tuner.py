@@ -41,7 +41,8 @@ def search(run: RunState, module: Module, sources: Sources) -> None:
 
 
 def _find_rate(run: RunState, finder: LRFinder, module: Module, sources: Sources) -> LRSweep:
-    owner, name = _holder(finder, [module], (finder.attr_name,) if finder.attr_name else ("lr", "learning_rate"))
+    names = (finder.attr_name,) if finder.attr_name else ("lr", "learning_rate")
+    owner, name = _holder(finder, [module], names) if finder.update_attr else (None, "")
     recorded = RisingRate(finder)
     if not run.strategy.capabilities.synchronous:
         raise ValueError(
@@ -54,9 +55,9 @@ def _find_rate(run: RunState, finder: LRFinder, module: Module, sources: Sources
     if finder.plot is not None:
         sweep.plot(finder.plot)
     if suggestion is None:
+        kept = f", so {name} stays {_read(owner, name)!r}" if finder.update_attr else ""
         _log.warning(
-            f"LRFinder found no learning rate in {len(sweep.lrs)} steps, so {name} stays {_read(owner, name)!r}; "
-            "raise num_training_steps or lower max_lr"
+            f"LRFinder found no learning rate in {len(sweep.lrs)} steps{kept}; raise num_training_steps or lower max_lr"
         )
     elif finder.update_attr:
         _log.info(f"LRFinder: {name} {_read(owner, name)!r} → {suggestion!r}")
@@ -110,11 +111,16 @@ def _batches_that_fit(
     name: str,
     size: int,
 ) -> float | None:
-    """The batches of an epoch at batch size `size`; None if it does not fit into memory."""
+    """The batches of an epoch at batch size `size`, whatever number limits them; None if it does not fit into memory.
+
+    A limit that is a fraction holds: a larger batch must leave it one.
+    """
+    whole = {"limit_train_batches": None, "overfit_batches": 0}
+    unlimited = {name: value for name, value in whole.items() if isinstance(getattr(run.arguments, name), int)}
     module, sources = _copied(module), replace(sources, datamodule=_copied(sources.datamodule))
     _write(module if on_module else sources.datamodule, name, size)
     try:
-        trainer = _trial(run, module, sources, finder.steps_per_trial, [])
+        trainer = _trial(run, module, sources, finder.steps_per_trial, [], **unlimited)
     except BaseException as error:
         if not _is_out_of_memory(error):
             raise
@@ -135,7 +141,9 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
-def _trial(run: RunState, module: Module, sources: Sources, steps: int, callbacks: list[Callback]) -> Trainer:
+def _trial(
+    run: RunState, module: Module, sources: Sources, steps: int, callbacks: list[Callback], **limits: Any
+) -> Trainer:
     """Fit a copy of `module` for `steps` optimizer steps in a run that writes and shows nothing; return its Trainer."""
     copied, datamodule = _copied(module), _copied(sources.datamodule)
     copied.configure_callbacks = list  # none, as those of the Trainer have no part in it either
@@ -158,6 +166,7 @@ def _trial(run: RunState, module: Module, sources: Sources, steps: int, callback
             "log_every_n_steps": 1,
             "accumulate_grad_batches": run.accumulate_grad_batches,
         }
+        | limits
     )
     random = rng_state()
     try:

@@ -58,7 +58,11 @@ def test_ranks_agree(devices: int) -> None:
     assert callback.result == 21
 
 
-def test_the_search_ends_where_the_dataset_is_one_batch() -> None:
+@pytest.mark.parametrize(
+    ("limit", "size"),
+    [({}, 64), ({"limit_train_batches": 1}, 64), ({"overfit_batches": 2}, 64), ({"limit_train_batches": 0.25}, 8)],
+)
+def test_the_search_ends_where_the_dataset_is_one_batch(limit: dict[str, Any], size: int) -> None:
     class Small(Net):
         batch_size = 4
 
@@ -66,8 +70,8 @@ def test_the_search_ends_where_the_dataset_is_one_batch() -> None:
             return DataLoader(data(50), self.batch_size)
 
     callback = BatchSizeFinder()
-    quiet(callbacks=[callback]).fit(Small())
-    assert callback.result == 64
+    quiet(callbacks=[callback], **limit).fit(Small())
+    assert callback.result == size
 
 
 def test_the_batch_size_of_a_datamodule_is_set() -> None:

@@ -175,8 +175,13 @@ def test_a_module_without_a_rate_is_named() -> None:
             super().__init__()
             del self.hparams["lr"]
 
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
     with pytest.raises(ValueError, match="LRFinder found no attribute or hyperparameter lr or learning_rate on Fixed"):
         quiet(callbacks=[finder()]).fit(Fixed(), loader())
+    quiet(callbacks=[searched := finder(update_attr=False)]).fit(Fixed(), loader())
+    assert searched.result is not None and searched.result.suggestion()
 
 
 @pytest.mark.parametrize(
