@@ -33,6 +33,11 @@ _DATAMODULE = _UPPER | {
     "remove_ignored_hparams": "give save_hyperparameters(ignore=[…])",
 }
 
+_TRAINER_OF_LIGHTNING = (
+    "barebones ckpt_path device_ids enable_validation evaluating num_predict_batches "
+    "num_sanity_val_batches num_test_batches"
+).split()
+
 DIFFERENT: Mapping[str, Mapping[str, str]] = {
     "Arguments of Trainer": {
         "barebones": "with `lockstep.lightning` what it turns off is turned off",
@@ -50,6 +55,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "use_distributed_sampler": "True is accepted by `lockstep.lightning`",
     },
     "Attributes and methods of Trainer": {
+        **dict.fromkeys(_TRAINER_OF_LIGHTNING, "with `lockstep.lightning`"),
         "estimated_stepping_batches": "infinity if the length of the data is not known",
         "fit": "needs an end; a second `fit` counts on",
         "global_step": "one for each step of the loop, whatever the number of optimizers",
@@ -110,7 +116,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "BackboneFinetuning": "its rate is the last one times `lambda_func(epoch)` after what schedulers made of it; "
         "as in Lightning with `lockstep.lightning`",
         "BasePredictionWriter": "of ranks that share samples one writes; `PredictionWriter` writes one file in order",
-        "BatchSizeFinder": "trials are runs of their own, of fit only, and at least one",
+        "BatchSizeFinder": "trials are runs of their own, of fit only, and at least one; finds a size that was "
+        "tried, and not twice the last one",
         "Checkpoint": "a base class for callbacks of your own, beside which the default ModelCheckpoint saves",
         "DeviceStatsMonitor": "`DeviceStats`, whose values have other names",
         "EarlyStopping": "a check that reaches a threshold counts in `best_score` and `wait_count` too",

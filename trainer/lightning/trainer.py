@@ -20,6 +20,7 @@ from lockstep.trainer.lightning.loggers import TensorBoardLogger
 from lockstep.trainer.lightning.model_checkpoint import ModelCheckpoint
 from lockstep.trainer.lightning.names import ACCEPTED
 from lockstep.trainer.lightning.types import RunningStage, TrainerFn, TrainerStatus
+from lockstep.trainer.lightning.utilities import MisconfigurationException
 from lockstep.trainer.lightning_names import ARGUMENTS
 from lockstep.trainer.metrics.reduction import of_kind
 from lockstep.trainer.trainer import Trainer as _Trainer
@@ -56,11 +57,21 @@ class Trainer(_Trainer):
     `lightning_logs/version_N`.
 
     It takes Lockstep's own arguments too. None stands for a default, and `PL_TRAINER_MAX_EPOCHS` and the like in the
-    environment for what is not given. Raises TypeError for an argument that is not offered, with what to write instead.
+    environment for what is not given. Raises TypeError for an argument that is not offered, with what to write instead,
+    and MisconfigurationException, a ValueError, for a value that is not possible.
     """
 
     def __init__(self, **arguments: Any) -> None:
-        super().__init__(**_ours(arguments))
+        self._barebones = bool(arguments.get("barebones"))
+        try:
+            super().__init__(**_ours(arguments))
+        except ValueError as error:
+            raise MisconfigurationException(str(error)) from None
+
+    @property
+    def barebones(self) -> bool:
+        """Whether all that takes time beside the steps is turned off."""
+        return self._barebones
 
     @property
     def max_epochs(self) -> int | None:
@@ -106,6 +117,47 @@ class Trainer(_Trainer):
         """As `lockstep.Trainer.state`, with members of Lightning's enums, which are equal to the strings."""
         status, fn, stage = super().state
         return TrainerState(TrainerStatus(status), fn and TrainerFn(fn), stage and RunningStage(stage))
+
+    @property
+    def fast_dev_run(self) -> int | bool:
+        """The batches of a trial run; True for 1."""
+        batches = self.arguments.fast_dev_run
+        return True if batches == 1 else batches
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """Path of the checkpoint that the last run began with."""
+        return self._run.begins_from
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether validation or a test runs, the validation before training included."""
+        return self.validating or self.testing or self.sanity_checking
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether `fit` validates."""
+        return any(self.num_val_batches)
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | float]:
+        """Batches of the validation before training, for each loader."""
+        return [min(self.num_sanity_val_steps, batches) for batches in self.num_val_batches]
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        """Batches of each rank in a test, for each loader."""
+        return self._run.evaluation_batches["test"]
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """Batches of each rank in `predict`, for each loader."""
+        return self._run.evaluation_batches["predict"]
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The devices of this node, which are always the first ones that torch sees."""
+        return list(range(self.num_devices))
 
     @property
     def progress_bar_metrics(self) -> Any:

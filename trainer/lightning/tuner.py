@@ -9,6 +9,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.callbacks.tuning.lr_finder import LRSweep
 from lockstep.trainer import tuner
 from lockstep.trainer.datamodule import DataModule
+from lockstep.trainer.lightning.utilities import rank_zero_warn
 from lockstep.trainer.module import Module
 from lockstep.trainer.setup.loaders import Sources
 from lockstep.trainer.trainer import Trainer
@@ -64,8 +65,13 @@ class Tuner:
         early_stop_threshold: float | None = 4.0,
         update_attr: bool = True,
         attr_name: str = "",
-    ) -> Found:
-        """Search a learning rate in `fit` with copies of `model`, and set it unless `update_attr` is False."""
+    ) -> Found | None:
+        """Search a learning rate in `fit` with copies of `model`, and set it unless `update_attr` is False.
+
+        With `fast_dev_run` nothing is searched, as in `scale_batch_size`.
+        """
+        if self._skips("lr_find"):
+            return None
         finder = callbacks.LRFinder(
             min_lr,
             max_lr,
@@ -95,10 +101,17 @@ class Tuner:
         margin: float = 0.05,
     ) -> int | None:
         """Search the largest batch that fits into memory, and set it."""
+        if self._skips("scale_batch_size"):
+            return None
         margin = margin if mode == "binsearch" else 0.0
         finder = callbacks.BatchSizeFinder(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin)
         self._search(finder, model, train_dataloaders, datamodule, method)
         return finder.result
+
+    def _skips(self, search: str) -> bool:
+        if self._trainer.arguments.fast_dev_run:
+            rank_zero_warn(f"{search} searches nothing, as fast_dev_run is set")
+        return bool(self._trainer.arguments.fast_dev_run)
 
     def _search(
         self, finder: Callback, model: Module, loaders: Any, datamodule: DataModule | None, method: str

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
 
 RESULTS: tuple[str, ...] = ("callback_metrics", "logged_metrics", "progress_bar_metrics", "log_dir", "should_stop")
-RESULTS += ("num_training_batches", "windows_per_epoch", "evaluation_batches", "seed")
+RESULTS += ("num_training_batches", "windows_per_epoch", "evaluation_batches", "seed", "begins_from")
 """What rank 0 brings back to the process that called `fit`."""
 
 
@@ -110,6 +110,8 @@ class RunState:
     rng_at_setup: dict[str, Any] = field(default_factory=dict)
     """The random streams as `setup` began; a run that continues this one sets up with them."""
     folder: RunFolder | None = None
+    begins_from: str | None = None
+    """Path of the checkpoint that the run begins with, or the last one has."""
     resumed: Checkpoint | None = None
     saving: Saving | None = None
     """An asynchronous checkpoint save that has not been waited for."""

@@ -77,7 +77,7 @@ def open_checkpoint(run: RunState, ckpt_path: str | None) -> Checkpoint | None:
                 raise
             if run.is_global_zero:
                 store.skip(choice["checkpoint"], error, skipped)
-    run.log_dir = choice["log_dir"]
+    run.log_dir, run.begins_from = choice["log_dir"], choice["checkpoint"]
     for logger, folder in zip(run.loggers, choice["loggers"], strict=True):
         logger.run_dir = folder
     return checkpoint

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import lockstep.lightning.pytorch as pl
 from lockstep.lightning.pytorch.trainer import states
 from lockstep.lightning.pytorch.utilities import CombinedLoader
+from lockstep.lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tests.trainer.lightning.projects import classifier, loader
 
 QUIET = {
@@ -60,6 +61,39 @@ def test_attributes_have_the_values_of_lightning(tmp_path: Path, monkeypatch: py
     assert made.max_steps == -1 and made._run.max_steps is None
     monkeypatch.setenv("PL_TRAINER_MAX_EPOCHS", "7")
     assert (pl.Trainer().max_epochs, pl.Trainer(max_epochs=2).max_epochs) == (7, 2)
+
+
+def test_attributes_tell_what_ran(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    module = hooked("validation_step", lambda self: seen.append((self.trainer.evaluating, self.trainer.state.stage)))
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, "saved")
+    made = trainer(num_sanity_val_steps=1, enable_checkpointing=True, callbacks=[saver])
+    assert (made.ckpt_path, made.enable_validation, made.num_test_batches) == (None, False, [])
+    made.fit(module, loader(8), loader(8))
+    assert seen[:2] == [(True, "sanity_check"), (True, "validate")] and not made.evaluating
+    assert (made.ckpt_path, made.enable_validation, made.num_sanity_val_batches) == (None, True, [1])
+    assert made.device_ids == [0]
+    made.test(dataloaders=[loader(8), loader(16)], verbose=False)
+    assert (made.ckpt_path, made.num_test_batches) == (saver.best_model_path, [2, 4])
+    made.predict(module, loader(8))
+    assert (made.ckpt_path, made.num_predict_batches) == (None, [2])
+    assert (trainer(fast_dev_run=1).fast_dev_run, trainer(fast_dev_run=3).fast_dev_run) == (True, 3)
+    assert pl.Trainer(barebones=True).barebones and not made.barebones
+
+
+@pytest.mark.ranks
+def test_the_checkpoint_that_ranks_began_with_is_known(tmp_path: Path) -> None:
+    trainer(enable_checkpointing=True, callbacks=[pl.callbacks.ModelCheckpoint(tmp_path, "saved")]).fit(
+        classifier(pl)(), loader(8)
+    )
+    made = trainer(max_epochs=2, devices=2, strategy="ddp")
+    made.fit(classifier(pl)(), loader(8), ckpt_path=tmp_path / "saved.ckpt")
+    assert made.ckpt_path == str(tmp_path / "saved.ckpt")
+
+
+def test_values_that_are_not_possible_have_the_error_of_lightning() -> None:
+    with pytest.raises(MisconfigurationException, match="limit_val_batches must be"):
+        trainer(limit_val_batches=1.2)
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,10 @@ def test_the_tuner_finds_a_rate_and_leaves_the_run_alone() -> None:
     assert len(found.results["lr"]) == len(found.results["loss"]) == 20
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     assert not any(isinstance(item, callbacks.LRFinder) for item in trainer.callbacks)
+    with pytest.warns(UserWarning, match="lr_find searches nothing, as fast_dev_run is set"):
+        assert Tuner(L.Trainer(**QUIET, fast_dev_run=True)).lr_find(module, loader()) is None
+    with pytest.warns(UserWarning, match="scale_batch_size searches nothing"):
+        assert Tuner(L.Trainer(**QUIET, fast_dev_run=True)).scale_batch_size(module) is None
 
 
 def test_utilities(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,7 @@ def _(pl: Any, folder: Path) -> Any:
     return validated
 
 
-@differs("`min_epochs` above `max_epochs`", 2, "ValueError")
+@differs("`min_epochs` above `max_epochs`", 2, "MisconfigurationException")
 def _(pl: Any, folder: Path) -> Any:
     return seen(lambda: fit(pl, classifier(pl)(), min_epochs=2).global_step)
 
@@ -126,7 +126,7 @@ def _(pl: Any, folder: Path) -> Any:
     return len(lengths)
 
 
-@differs("a limit above the number of batches such as `1e50`", 2, "ValueError")
+@differs("a limit above the number of batches such as `1e50`", 2, "MisconfigurationException")
 def _(pl: Any, folder: Path) -> Any:
     return seen(lambda: fit(pl, classifier(pl)(), limit_train_batches=1e50).global_step)
 
@@ -174,6 +174,12 @@ def _(pl: Any, folder: Path) -> Any:
     before = multiprocessing.active_children()
     fit(pl, classifier(pl)(), batches)
     return len(set(multiprocessing.active_children()) - set(before))
+
+
+@differs('a `CombinedLoader` of the mode `"sequential"` in `fit`', "ValueError", 4)
+def _(pl: Any, folder: Path) -> Any:
+    loaders = part(pl, "utilities").CombinedLoader([loader(8), loader(8)], "sequential")
+    return seen(lambda: fit(pl, classifier(pl)(), loaders).global_step)
 
 
 @differs("a `CombinedLoader` in `predict`", "ValueError", 1)

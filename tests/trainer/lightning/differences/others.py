@@ -76,7 +76,7 @@ def _(pl: Any, folder: Path) -> Any:
     return found[0] is given
 
 
-@differs("`profiler`", [None, "MisconfigurationException"], ["ValueError", None])
+@differs("`profiler`", [None, "MisconfigurationException"], ["MisconfigurationException", None])
 def _(pl: Any, folder: Path) -> Any:
     return [seen(lambda word=word: pl.Trainer(**QUIET, profiler=word) and None) for word in ("advanced", "torch")]
 

@@ -13,7 +13,7 @@ from tests.trainer.lightning.differences.probe import QUIET, differs, fit, part,
 from tests.trainer.lightning.projects import classifier, data, loader
 
 
-@differs("a `Trainer(num_nodes=2)` without a launcher", None, "ValueError")
+@differs("a `Trainer(num_nodes=2)` without a launcher", None, "MisconfigurationException")
 def _(pl: Any, folder: Path) -> Any:
     return seen(lambda: pl.Trainer(**QUIET, num_nodes=2) and None)
 
@@ -57,6 +57,12 @@ def _files(folder: Path) -> list[str]:
 def _(pl: Any, folder: Path) -> Any:
     fit(pl, classifier(pl)(), default_root_dir=folder, enable_checkpointing=True)
     return _files(folder)
+
+
+@differs("a second `fit` with the limit that is reached", 2, "ValueError")
+def _(pl: Any, folder: Path) -> Any:
+    trainer = fit(pl, classifier(pl)())
+    return seen(lambda: trainer.fit(trainer.lightning_module, loader(8)) or trainer.global_step)
 
 
 @differs("`ckpt_path`", ["ValueError", "FileNotFoundError"], ["MissingCheckpointError", 2])

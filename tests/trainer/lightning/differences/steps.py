@@ -32,7 +32,7 @@ def _(pl: Any, folder: Path) -> Any:
     "a fit that trains nothing: `max_epochs`, `max_steps` or `limit_train_batches` of 0, a loader without batches, no "
     "optimizer, a step that returns None every time",
     [True] * 6,
-    ["ValueError"] * 6,
+    ["MisconfigurationException"] * 3 + ["ValueError"] * 3,
 )
 def _(pl: Any, folder: Path) -> Any:
     def returns(module: Any, **arguments: Any) -> Any:
