@@ -134,7 +134,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "a metric in `filename` that is missing is `nan`, not 0; "
         "`train_time_interval` is checked every `log_every_n_steps` steps; `save_on_exception` and placeholders "
         "in `CHECKPOINT_NAME_LAST` are refused",
-        "ModelSummary": "the table and its sums; no `in_sizes` and the like",
+        "ModelSummary": "the table, its names, types and numbers, and its sums; no `in_sizes` and `out_sizes`",
         "ProgressBar": "not a base class for bars of your own; shown if it is given, whatever `enable_progress_bar` "
         "says; of `refresh_rate` only 0 has an effect, with `lockstep.lightning`",
         "RichModelSummary": "`ModelSummary`",

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from lockstep.callbacks.model_summary import summarize as _summarize
@@ -127,6 +128,31 @@ class ModelSummary:
         if not isinstance(max_depth, int) or max_depth < -1:
             raise ValueError(f"max_depth must be -1, 0 or above, got {max_depth!r}")
         self.model, self.max_depth = model, max_depth
+
+    @property
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        """The layers of the table, with their names."""
+        return [
+            (name, layer)
+            for name, layer in self.model.named_modules()
+            if name and (self.max_depth == -1 or name.count(".") < self.max_depth)
+        ]
+
+    @property
+    def layer_names(self) -> list[str]:
+        return [name for name, _ in self.named_modules]
+
+    @property
+    def layer_types(self) -> list[str]:
+        return [type(layer).__name__ for _, layer in self.named_modules]
+
+    @property
+    def param_nums(self) -> list[int]:
+        """Numbers of parameters of the layers; those without a shape yet count as 0."""
+        return [
+            sum(0 if is_lazy(parameter) else parameter.numel() for parameter in layer.parameters())
+            for _, layer in self.named_modules
+        ]
 
     @property
     def total_parameters(self) -> int:

@@ -215,6 +215,11 @@ def test_utilities(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     rank_zero_info("begins")
     with pytest.warns(UserWarning, match="careful"):
         rank_zero_warn("careful")
+    nested = torch.nn.Sequential(layer, torch.nn.Sequential(torch.nn.ReLU(), torch.nn.LazyLinear(2)))
+    table = utilities.model_summary.ModelSummary(nested, max_depth=-1)
+    assert table.layer_names == ["0", "1", "1.0", "1.1"] and table.param_nums == [3, 0, 0, 0]
+    assert utilities.model_summary.ModelSummary(nested).layer_types == ["Linear", "Sequential"]
+    assert utilities.model_summary.ModelSummary(nested, 0).layer_names == []
     summary = utilities.model_summary.summarize(layer)
     assert (summary.total_parameters, summary.trainable_parameters) == (3, 3)
     with utilities.seed.isolate_rng():
