@@ -74,6 +74,9 @@ class Callback:
 
     changes_model = False
     """Whether a callback of this package freezes, unfreezes or adds layers or hooks; of others that is assumed."""
+    keeps_a_record = False
+    """Whether the caller's object gets the attributes that a callback of this package has on started ranks, as others
+    do."""
     _module: Module | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -202,6 +205,9 @@ class Logger(Callback):
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Write scalars at `step`, which counts optimizer steps; None takes the last one."""
+
+    def forget_held(self) -> None:
+        """Drop what was logged before a run, as started ranks have written it."""
 
     def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
         """Write hyperparameters (nested dicts of JSON data) and the metrics to compare runs by."""

@@ -27,6 +27,9 @@ class EarlyStoppingReason(Enum):
     PATIENCE_EXHAUSTED = 3
     NON_FINITE_METRIC = 4
 
+    def __bool__(self) -> bool:
+        return self is not EarlyStoppingReason.NOT_STOPPED
+
 
 class EarlyStopping(Callback):
     """Set `trainer.should_stop` when a metric has not improved for `patience` checks, or has left its bounds.
@@ -118,7 +121,7 @@ class EarlyStopping(Callback):
         self.stopping_reason_message = state_dict["stopping_reason"]
         self.best_score = torch.tensor(state_dict["best_score"], dtype=torch.float64)
         self._last = state_dict["last_score"]
-        self.stopping_reason = self._reason()[0]
+        self.stopping_reason = self._reason()[0] if self.stopping_reason_message else EarlyStoppingReason.NOT_STOPPED
         if self._metric.at_epoch_end is None:
             self._metric.at_epoch_end = state_dict["check_on_train_epoch_end"]
 

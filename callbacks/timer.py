@@ -25,7 +25,7 @@ class Timer(Callback):
 
     Args:
         duration: training time as `"DD:HH:MM:SS"`, a timedelta, or a dict of timedelta's arguments such as
-            `{"hours": 1, "minutes": 30}`; None only measures, 0 trains no more than `min_epochs` and `min_steps` say.
+            `{"hours": 1, "minutes": 30}`; None only measures, 0 trains only what `min_epochs` and `min_steps` ask for.
         interval: when to check the clock: "step", after each batch, or "epoch", after each training epoch.
     """
 
@@ -48,11 +48,11 @@ class Timer(Callback):
         return self._elapsed_s[stage] + (time.monotonic() - self._began[stage] if self._runs(stage) else 0.0)
 
     def start_time(self, stage: Stage = "train") -> float | None:
-        """When `stage` last began, by `time.monotonic()`; None if it has not."""
+        """When `stage` last began, by `time.monotonic()`; None if it has not, or did on started ranks."""
         return self._began.get(stage)
 
     def end_time(self, stage: Stage = "train") -> float | None:
-        """When `stage` last ended, by `time.monotonic()`; None if it has not, or runs."""
+        """When `stage` last ended, by `time.monotonic()`; None if it has not, runs, or did so on started ranks."""
         return self._ended.get(stage)
 
     def time_remaining(self) -> float | None:
@@ -136,7 +136,7 @@ class Timer(Callback):
 
 
 class MaxTime(Timer):
-    """The Timer of `Trainer(max_time=…)`, beside which there may be one of the user's."""
+    """The Timer of `Trainer(max_time=…)` beside one of the user's, whose state has another key."""
 
 
 def seconds(duration: str | timedelta | dict[str, float], name: str) -> float:

@@ -79,6 +79,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
     },
     "Methods, hooks and attributes of LightningModule": {
         "all_gather": "no gradient flows",
+        "hparams_initial": "with `lockstep.lightning`",
         "clip_gradients": "clips by what it is given, whatever the Trainer's `gradient_clip_val` is",
         "configure_optimizers": "None only in manual optimization; also a dict of optimizers by name, each with its "
         "loss, in automatic optimization",
@@ -101,6 +102,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
     },
     "Methods and hooks of LightningDataModule": {
         "from_datasets": "with `lockstep.lightning`; a loader that was not given is None",
+        "hparams_initial": "with `lockstep.lightning`",
         "hparams": "those that the module has too are logged as `data.<name>`; checkpoints do not hold them",
         "state_dict": "tensors and JSON data; restored in `fit`",
     },

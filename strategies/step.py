@@ -24,6 +24,7 @@ from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
 from lockstep.strategies.modules.side_effect_free import metrics_uncounted, side_effect_free
 from lockstep.strategies.optimizers.fused import prepare, skips_on_device
+from lockstep.strategies.precision import has_gradients
 from lockstep.strategies.sync import collectives
 from lockstep.strategies.sync.collective_fingerprint import once_a_sample
 from lockstep.strategies.sync.compression.compression import Compression
@@ -212,7 +213,7 @@ class SPMDStep(ManualOptimization):
             prepare(optimizer)
         if self._non_finite is not None and not self._may_step(optimizer):
             return False
-        if self.precision.scaler is None:
+        if self.precision.scaler is None or (closure is None and not has_gradients(optimizer)):
             optimizer.step() if closure is None else optimizer.step(closure)
             if self._compression is not None:
                 self._compression.commit(optimizer, self._non_finite)
@@ -383,7 +384,7 @@ def weighted_losses(
                 f"training_step must return a scalar loss, but its loss has shape {list(value.shape)}; return its mean "
                 "or Loss(total, count)"
             )
-        if not value.requires_grad:
+        if not value.requires_grad and (inputs is None or inputs):
             raise ValueError(
                 "training_step returned a loss without gradient: it does not depend on a trainable parameter, or was "
                 "detached or computed under no_grad"

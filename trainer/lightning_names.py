@@ -160,6 +160,7 @@ MODULE: Mapping[str, str] = {
     "device_mesh": "read self.trainer.strategy",
     "fabric": "drive a strategy from a hand-written loop; see docs/strategies",
     "get_progress_bar_dict": "read self.trainer.progress_bar_metrics",
+    "hparams_initial": "copy self.hparams after save_hyperparameters",
     "on_gpu": "read self.device.type == 'cuda'",
     "running_stage": "read self.trainer.state.stage",
     "strict_loading": "give load_from_checkpoint(strict=False)",

@@ -70,7 +70,8 @@ class CSVLogger(RunLogger):
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # The disk is touched only by what the Trainer calls behind its error boundary.
-        self._last_valid_step = trainer.global_step
+        self._last_valid_step = None if self._wrote_before and not trainer.global_step else trainer.global_step
+        self._wrote_before = False
         self._columns = None
 
     def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
@@ -94,6 +95,7 @@ class CSVLogger(RunLogger):
         if not self._rows:
             return
         self._folder()
+        self._wrote_before |= not self.has_folder
         rows, self._rows = self._rows, []
         new = {key: None for row in rows for key in row}
         if self._columns is None or not new.keys() <= set(self._columns):
@@ -105,6 +107,9 @@ class CSVLogger(RunLogger):
         except OSError:
             self._columns = None  # the last line may be torn: the next write reads and repairs the file
             raise
+
+    def forget_held(self) -> None:
+        self._rows = []
 
     def finalize(self, status: str) -> None:
         self.save()

@@ -36,6 +36,8 @@ class RunLogger(Logger):
         self._trainer: Trainer | None = None
         self._hparams: dict[str, Any] = {}
         self._hparams_are_written = True
+        self._wrote_before = False
+        """Whether `save` has written before a run, which hides what another run left after its own steps."""
 
     @property
     def root_dir(self) -> str | None:
@@ -44,7 +46,8 @@ class RunLogger(Logger):
 
     @property
     def has_folder(self) -> bool:
-        """Whether what is logged can be written; before a run it is held until the run has its folder."""
+        """Whether what is logged can be written. CSVLogger and TensorBoardLogger hold metrics that are logged before a
+        run until there is its folder."""
         return self.log_dir is not None
 
     @property

@@ -76,7 +76,8 @@ class TensorBoardLogger(RunLogger):
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # The disk is touched only by what the Trainer calls behind its error boundary.
-        self._purge_step = trainer.global_step + 1
+        self._purge_step = None if self._wrote_before and not trainer.global_step else trainer.global_step + 1
+        self._wrote_before = False
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         self._hand_over_held()
@@ -138,9 +139,13 @@ class TensorBoardLogger(RunLogger):
                 stacklevel=2,
             )
 
+    def forget_held(self) -> None:
+        self._held = []
+
     def save(self) -> None:
         if not self._is_writer:
             return
+        self._wrote_before |= bool(self._held) and not self.has_folder
         self._write_hparams()
         self._hand_over_held()
         if self._writer is not None:

@@ -32,6 +32,7 @@ class LearningRateMonitor(Callback):
         log_weight_decay: also log `weight_decay`.
     """
 
+    keeps_a_record = True
     lrs: dict[str, list[float]]
     """All rates of this fit by name, as they were logged; a group that gets company takes its rates along."""
     last_momentum_values: dict[str, float]

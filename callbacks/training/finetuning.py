@@ -58,8 +58,8 @@ class BaseFinetuning(Callback):
         optimizer holds some of them already, as those keep their rate.
         """
         modules = list(_leaves(modules))
-        BaseFinetuning.make_trainable(modules)
         warn_of_held(modules, optimizer)
+        BaseFinetuning.make_trainable(modules)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         added = [p for layer in modules for p in layer.parameters(recurse=False) if id(p) not in held]
         if added:
@@ -157,13 +157,13 @@ class BackboneFinetuning(BaseFinetuning):
 
 
 def warn_of_held(layers: Iterable[nn.Module], optimizer: Optimizer) -> None:
-    """Warn if `optimizer` holds parameters of `layers` already, but for those of BatchNorm layers."""
+    """Warn if `optimizer` holds frozen parameters of `layers` already, but for those of BatchNorm layers."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     own = (p for layer in layers if not isinstance(layer, _BATCH_NORMS) for p in layer.parameters(recurse=False))
-    count = sum(id(parameter) in held for parameter in own)
+    count = sum(id(parameter) in held and not parameter.requires_grad for parameter in own)
     if count and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         warnings.warn(
-            f"{type(optimizer).__name__} holds {count} of the parameters that are unfrozen already, so they get no "
+            f"{type(optimizer).__name__} already holds {count} of the parameters that are unfrozen now, so they get no "
             "group and rate of their own; give it those that are trained at first, as in "
             f"{type(optimizer).__name__}(p for p in self.parameters() if p.requires_grad)",
             stacklevel=4,

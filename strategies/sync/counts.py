@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import time
 import timeit
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
 from itertools import islice, pairwise
 from types import FunctionType
 from typing import Any
@@ -31,8 +33,8 @@ _DIFFERS = re.compile(
     r"(milli|micro|nano)?seconds?|s|ms|us|ns|mem|memory|(max)?rss|[a-z]*bytes|seeds?|rng|pid|ranks?|workers?)(?![a-z])"
 )
 """In names, by lower-case words, of what is each rank's own."""
-_CLOCKS = [read for name, read in vars(time).items() if "time" in name or name.startswith(("perf", "mono"))]
-_CLOCKS.append(timeit.default_timer)
+_CLOCKS = {read for name, read in vars(time).items() if callable(read) and ("time" in name or name.endswith("_ns"))}
+_CLOCKS |= {time.perf_counter, time.monotonic, timeit.default_timer, datetime, torch.cuda.Event, torch.Event}
 _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _LOSS = "a loss"
 _NOT_OF_USERS = ("torch", "lockstep", "torchmetrics", "builtins")
@@ -210,8 +212,22 @@ def _reads_a_clock(owners: Iterable[Any]) -> bool:
             held = [type(value) for _, value in _attributes(layer)]
             classes |= {base for kind in (type(layer), *held) for base in kind.__mro__}
     users = [kind for kind in classes if kind.__module__.partition(".")[0] not in _NOT_OF_USERS]
-    methods = [method for kind in users for method in vars(kind).values() if isinstance(method, FunctionType)]
-    return any(value is clock for method in methods for value in named_by(method) for clock in _CLOCKS)
+    functions = [_function_of(value) for kind in users for value in vars(kind).values()]
+    named = [value for function in filter(None, functions) for value in named_by(function)]
+    helpers = [value for value in map(_function_of, named) if value is not None]
+    named += (value for helper in helpers for value in named_by(helper))
+    return any(callable(value) and any(value is clock for clock in _CLOCKS) for value in named)
+
+
+def _function_of(value: Any) -> FunctionType | None:
+    """What a method, a property or a decorated function of the user's runs."""
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    value = inspect.unwrap(value) if isinstance(value, FunctionType) else value
+    is_own = isinstance(value, FunctionType) and str(value.__module__).partition(".")[0] not in _NOT_OF_USERS
+    return value if is_own else None
 
 
 def _numbers_in(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, float]]:

@@ -96,6 +96,7 @@ def test_a_resumed_run_stops_at_the_same_check() -> None:
         checks(first, start(first), *values[:cut])
         second = EarlyStopping("val/loss", patience=3)
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert second.stopping_reason is EarlyStoppingReason.NOT_STOPPED and not second.stopping_reason
         assert cut + checks(second, start(second, step=cut), *values[cut:]) == 7
         assert second.state_dict() == whole.state_dict() | {"stopped_epoch": 6 - cut}
 
@@ -107,6 +108,10 @@ def test_a_run_that_is_resumed_where_it_had_stopped_stops_unless_more_is_allowed
     assert checks(first, start(first), 1.0, 1.0, 1.0) == 3
     capsys.readouterr()
     same, patient = EarlyStopping("val/loss", patience=2), EarlyStopping("val/loss", patience=4)
+    same.load_state_dict(first.state_dict())
+    assert same.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED and same.stopping_reason
+    same.load_state_dict(EarlyStopping("val/loss").state_dict())  # saved before the first check
+    assert same.stopping_reason is EarlyStoppingReason.NOT_STOPPED
     same.load_state_dict(first.state_dict())
     patient.load_state_dict(first.state_dict())
     assert start(same, step=3).should_stop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from lockstep import Trainer
-from lockstep.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
+from lockstep.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
 from lockstep.trainer.arguments import TrainerArguments
 
 
@@ -114,3 +115,18 @@ def test_short_names_lead_to_the_arguments(name: str, near: str) -> None:
 def test_a_trainer_can_be_pickled() -> None:
     trainer = pickle.loads(pickle.dumps(Trainer(max_epochs=2, logger=False, enable_progress_bar=False)))
     assert trainer.max_epochs == 2 and trainer.callbacks
+
+
+class Collects(Callback):
+    """One that is empty at first, and can be iterated over."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def test_a_callback_that_is_a_container_is_one_callback() -> None:
+    collects = Collects()
+    assert collects in Trainer(max_epochs=1, callbacks=collects).callbacks

@@ -480,6 +480,23 @@ def test_losses_of_several_optimizers_leave_frozen_parameters() -> None:
         assert_same(fitted(FreezesPartOfABody(), strategy, devices), expected)
 
 
+class FreezesAHead(TwoLosses):
+    """Whose loss has no graph then."""
+
+    def on_train_start(self) -> None:
+        self.net[4].requires_grad_(False)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_a_loss_whose_optimizer_steps_frozen_layers_moves_nothing(precision: str) -> None:
+    run = quiet(max_epochs=1, precision=precision)
+    module = FreezesAHead()
+    before = copy.deepcopy(module.net.state_dict())
+    run.fit(module, batches(24, torch.float32))
+    moved = {name for name, value in module.net.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
 def test_a_static_graph_of_several_losses_is_refused() -> None:
     with pytest.raises(RuntimeError, match="several losses, and static_graph=True takes the graph of the first"):
         fitted(TwoLosses(), DDP(static_graph=True), 2)

@@ -67,8 +67,8 @@ class BaseFinetuning(callbacks.BaseFinetuning):
         train_bn: bool = True,
     ) -> None:
         """As in `lockstep.callbacks.BaseFinetuning`; BatchNorm's parameters are not added with `train_bn` False."""
-        BaseFinetuning.make_trainable(modules)
         warn_of_held(BaseFinetuning.flatten_modules(modules), optimizer)
+        BaseFinetuning.make_trainable(modules)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         added = [p for p in BaseFinetuning.filter_params(modules, train_bn) if id(p) not in held]
         if added:

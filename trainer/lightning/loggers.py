@@ -55,6 +55,10 @@ class _WithFolder(RunLogger):
     def has_folder(self) -> bool:
         return self.run_dir is not None
 
+    def _writes_before(self) -> None:
+        """Of several processes that a launcher has started one writes before a run, too."""
+        self._is_writer = rank_zero_only.rank == 0
+
 
 class TensorBoardLogger(_WithFolder, callbacks.TensorBoardLogger):
     """`lockstep.callbacks.TensorBoardLogger` in `<save_dir>/<name>/version_<N>`; without a name in `save_dir` itself.
@@ -82,7 +86,7 @@ class TensorBoardLogger(_WithFolder, callbacks.TensorBoardLogger):
             default_hp_metric=default_hp_metric,
             flush_secs=flush_secs,
         )
-        self._is_writer = rank_zero_only.rank == 0  # of `experiment` before a run
+        self._writes_before()
 
 
 class CSVLogger(_WithFolder, callbacks.CSVLogger):
@@ -102,6 +106,7 @@ class CSVLogger(_WithFolder, callbacks.CSVLogger):
         folder, name = _place(save_dir, name)
         _refuse("CSVLogger", {"prefix": prefix})
         super().__init__(folder, name=name, version=version, flush_every=flush_logs_every_n_steps)
+        self._writes_before()
 
 
 class WandbLogger(callbacks.WandbLogger):

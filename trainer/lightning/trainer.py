@@ -173,12 +173,13 @@ class Trainer(_Trainer):
 
     def fit(self, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> None:
         """As `lockstep.Trainer.fit`; `weights_only` changes nothing, as no checkpoint is unpickled."""
-        if "auto" in (kwargs.get("ckpt_path"), *args[4:]):
+        searched = next((word for word in (kwargs.get("ckpt_path"), *args[4:]) if word in ("auto", "last")), None)
+        if searched is not None:
             for logger in self.loggers:
                 if getattr(logger, "took_version", False) and logger.run_dir is None:
                     raise ValueError(
-                        f"ckpt_path='auto' looks for the newest version, but logger.log_dir was read before fit, which "
-                        f"has taken version {logger.version}; give the logger version=, or read log_dir in setup"
+                        f"ckpt_path={searched!r} looks for the newest version, but logger.log_dir was read before fit, "
+                        f"which has taken version {logger.version}; give the logger version=, or read log_dir in setup"
                     )
         super().fit(*args, **kwargs)
 

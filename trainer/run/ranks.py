@@ -50,6 +50,9 @@ def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str |
             return first
         with suppress(WeightsOnlyError):
             found = store.newest(saving.folder_of(run), of_others | skipped, opens=partial(start.resumable, run))
+            if found:
+                for logger in run.loggers:  # a checkpoint comes after what they held
+                    logger.forget_held()
             return str(found) if found else first
         return first
 
@@ -118,7 +121,7 @@ def _on_rank(
 def _owners(run: RunState, module: Module) -> list[Any]:
     """Whose attributes user code may have set on the ranks."""
     own = ("lockstep.callbacks.", "lockstep.trainer.")
-    users = [item for item in run.callbacks if not type(item).__module__.startswith(own)]
+    users = [item for item in run.callbacks if item.keeps_a_record or not type(item).__module__.startswith(own)]
     return [module, *users] if run.datamodule is None else [module, run.datamodule, *users]
 
 
@@ -162,5 +165,6 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
         take_data(parameters[name], result["parameters"][name])
     for logger, folder in zip(run.loggers, result["log_dirs"], strict=True):
         logger.run_dir = folder
+        logger.forget_held()
     vars(run).update(result["results"])
     attach(module, run.trainer)

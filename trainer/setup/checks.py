@@ -92,7 +92,9 @@ def trainable(run: RunState, module: Module, *hooks: str) -> None:
     hooks = (*hooks, "on_fit_start", "on_train_start", "on_train_epoch_start")
     unfreezes = any(overrides(module, name, Module) for name in hooks)
     for item in run.callbacks:
-        if item.changes_model or not type(item).__module__.startswith(("lockstep.callbacks.", "lockstep.trainer.")):
+        own = not isinstance(item, callbacks.LambdaCallback)  # which calls functions of the user's
+        own = own and type(item).__module__.startswith(("lockstep.callbacks.", "lockstep.trainer."))
+        if item.changes_model or not own:
             unfreezes |= any(hasattr(Callback, name) and overrides(item, name, Callback) for name in hooks)
     if not unfreezes:
         raise ValueError(

@@ -68,9 +68,8 @@ def state_of(value: Any, is_own: Callable[[type], bool], contents: bool = True, 
 def _is_a_librarys_tuple(value: Any, is_own: Callable[[type], bool]) -> bool:
     """Whether it is more than its items, such as `unittest.mock.call`, and may not survive being pickled."""
     cls = type(value)
-    return (
-        isinstance(value, tuple) and cls not in (tuple, torch.Size) and not hasattr(cls, "_fields") and not is_own(cls)
-    )
+    is_plain = cls in (tuple, torch.Size) or hasattr(cls, "_fields") or hasattr(cls, "n_sequence_fields")
+    return isinstance(value, tuple) and not is_plain and not is_own(cls)
 
 
 def has_settings(value: Any, is_own: Callable[[type], bool]) -> bool:

@@ -144,8 +144,9 @@ def test_rates_are_callback_metrics_on_every_rank(interval: Any) -> None:
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             assert float(trainer.callback_metrics["lr-AdamW"]) == 1e-2, trainer.global_rank
 
+    monitor = LearningRateMonitor(interval)
     trainer = quiet(
-        callbacks=[LearningRateMonitor(interval), Reads()],
+        callbacks=[monitor, Reads()],
         log_every_n_steps=1,
         strategy="ddp",
         devices=2,
@@ -153,6 +154,7 @@ def test_rates_are_callback_metrics_on_every_rank(interval: Any) -> None:
     )
     trainer.fit(net(), loader(32))
     assert trainer.callback_metrics["lr-AdamW"].dtype == torch.float64
+    assert set(monitor.lrs["lr-AdamW"]) == {1e-2}
 
 
 def test_groups_of_one_name_are_refused() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lockstep.lightning.pytorch as pl
-from lockstep.callbacks import BackboneFinetuning, BaseFinetuning, Callback, ModelCheckpoint
+from lockstep.callbacks import BackboneFinetuning, BaseFinetuning, Callback, LambdaCallback, ModelCheckpoint
 from tests.trainer.toy import Net, distance, equal, loader, quiet, weights
 
 
@@ -149,6 +149,20 @@ def test_a_model_that_is_frozen_at_first(strategy: str) -> None:
     assert distance(weights(module), weights(expected)) <= 1e-13
 
 
+def test_a_function_of_a_lambda_callback_may_unfreeze() -> None:
+    def unfreeze(trainer: Any, module: Any) -> None:
+        module.net[4].requires_grad_(True)
+
+    class Whole(Pretrained):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Whole().requires_grad_(False)
+    before = weights(module)
+    quiet(max_epochs=1, callbacks=[LambdaCallback(on_train_epoch_start=unfreeze)]).fit(module, loader())
+    assert [not torch.equal(a, b) for a, b in zip(weights(module), before, strict=True)] == [False] * 4 + [True] * 2
+
+
 def test_an_unknown_backbone_is_named() -> None:
     with pytest.raises(ValueError, match="Pretrained has no submodule 'encoder' to unfreeze"):
         fit(BackboneFinetuning(1, backbone="encoder"))
@@ -156,12 +170,14 @@ def test_an_unknown_backbone_is_named() -> None:
 
 @pytest.mark.parametrize("base", [BaseFinetuning, pl.callbacks.BaseFinetuning])
 def test_an_optimizer_that_holds_the_frozen_layers_is_named(base: Any) -> None:
-    layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)).requires_grad_(False)
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match="SGD holds 2 of the parameters that are unfrozen already, so they get no"):
+    with pytest.warns(UserWarning, match="SGD already holds 2 of the parameters that are unfrozen now, so they get no"):
         base.unfreeze_and_add_param_group(layers[:2], optimizer, 0.01)
+    layers[0].requires_grad_(False)
     optimizer = torch.optim.SGD(layers[1:].parameters(), lr=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         base.unfreeze_and_add_param_group(layers[:2], optimizer, 0.01)
+        base.unfreeze_and_add_param_group(layers[:2], optimizer, 0.01)  # which are trained by now
     assert [len(group["params"]) for group in optimizer.param_groups] == [4, 2]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -172,18 +173,56 @@ def test_what_may_add_up_are_numbers_that_never_fall(values: dict[str, list[floa
     assert growing.done is (len(numbers) > 4)
 
 
-class Timed(nn.Module):
+class Total(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.total, self.count = 0.0, 0
 
+
+class Timed(Total):
     def forward(self, x: Tensor) -> Tensor:
         self.total -= time.perf_counter()
         return x
 
 
-def test_fractions_are_left_alone_where_code_reads_a_clock() -> None:
-    model = nn.Sequential(Timed())
+def now() -> float:
+    return time.monotonic()
+
+
+class Spans(Total):
+    @contextmanager
+    def span(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.total += time.perf_counter() - begin
+
+
+class Helped(Total):
+    @property
+    def age(self) -> float:
+        return now() - self.total
+
+
+class Constant(Total):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + ZERO
+
+
+ZERO = 0
+
+
+def test_a_global_number_is_not_a_clock() -> None:
+    model = Constant()
+    growing = GrowingCounts({"": model})
+    for number in range(5):
+        vars(model).update(total=number / 2)
+        growing.look()
+    assert growing.found() == ["total"]
+
+
+@pytest.mark.parametrize("kind", [Timed, Spans, Helped])
+def test_fractions_are_left_alone_where_code_reads_a_clock(kind: type[Total]) -> None:
+    model = nn.Sequential(kind())
     growing = GrowingCounts({"": model})
     for number in range(5):
         vars(model[0]).update(total=number / 2, count=number)

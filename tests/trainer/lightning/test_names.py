@@ -127,6 +127,24 @@ def test_a_logger_works_before_the_run(kind: type, tmp_path: Path) -> None:
     assert [path.parent.name for path in Path(tmp_path, "alone").rglob("*.*")] == ["version_0"]
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_what_was_logged_before_a_run_is_written_once(strategy: str, tmp_path: Path) -> None:
+    logger = loggers.CSVLogger(tmp_path, "mine")
+    logger.log_metrics({"saved": 7.0}, 2)
+    logger.save()
+    logger.log_metrics({"held": 8.0}, 3)
+    options = QUIET | {"logger": logger, "strategy": strategy, "devices": 1 if strategy == "auto" else 2}
+    with pytest.raises(ValueError, match="ckpt_path='last' looks for the newest version, but logger.log_dir was read"):
+        L.Trainer(**options, max_epochs=1).fit(classifier(pl)(), loader(), ckpt_path="last")
+    trainer = L.Trainer(**options, max_epochs=1)
+    trainer.fit(classifier(pl)(), loader())
+    trainer.max_epochs = 2
+    trainer.fit(classifier(pl)(), loader())
+    (file,) = tmp_path.rglob("metrics.csv")
+    assert (file.read_text().count("7.0"), file.read_text().count("8.0")) == (1, 1)
+
+
 def test_arguments_of_callbacks() -> None:
     saver = pl.callbacks.ModelCheckpoint("folder", "{epoch}", "val_loss", True, None, 2)
     assert (saver.monitor, saver.save_top_k, saver.verbose, saver.save_last) == ("val_loss", 2, True, False)
