@@ -74,6 +74,8 @@ class Callback:
 
     changes_model = False
     """Whether a callback of this package freezes, unfreezes or adds layers or hooks; of others that is assumed."""
+    former_state_key: str | None = None
+    """The `state_key` in checkpoints that were saved when it had another; read if no callback of the run has it."""
     keeps_a_record = False
     """Whether the caller's object gets the attributes that a callback of this package has on started ranks, as others
     do."""

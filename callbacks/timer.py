@@ -48,11 +48,11 @@ class Timer(Callback):
         return self._elapsed_s[stage] + (time.monotonic() - self._began[stage] if self._runs(stage) else 0.0)
 
     def start_time(self, stage: Stage = "train") -> float | None:
-        """When `stage` last began, by `time.monotonic()`; None if it has not, or did on started ranks."""
+        """When `stage` last began, by `time.monotonic()`; None before that, and after a run on started ranks."""
         return self._began.get(stage)
 
     def end_time(self, stage: Stage = "train") -> float | None:
-        """When `stage` last ended, by `time.monotonic()`; None if it has not, runs, or did so on started ranks."""
+        """When `stage` last ended, by `time.monotonic()`; None before that, and after a run on started ranks."""
         return self._ended.get(stage)
 
     def time_remaining(self) -> float | None:
@@ -136,7 +136,9 @@ class Timer(Callback):
 
 
 class MaxTime(Timer):
-    """The Timer of `Trainer(max_time=…)` beside one of the user's, whose state has another key."""
+    """The Timer of `Trainer(max_time=…)`, beside which there may be one of the user's."""
+
+    former_state_key = "Timer"
 
 
 def seconds(duration: str | timedelta | dict[str, float], name: str) -> float:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 PRECISIONS = {
     # name: (dtype of parameters and inputs, dtype of autocast)
@@ -92,8 +91,3 @@ class Precision:
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.autocast_dtype, cache_enabled=not steps)
-
-
-def has_gradients(optimizer: Optimizer) -> bool:
-    """Whether the backward of a step has reached something that `optimizer` steps; torch's scaler asks for it."""
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -24,7 +24,6 @@ from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
 from lockstep.strategies.modules.side_effect_free import metrics_uncounted, side_effect_free
 from lockstep.strategies.optimizers.fused import prepare, skips_on_device
-from lockstep.strategies.precision import has_gradients
 from lockstep.strategies.sync import collectives
 from lockstep.strategies.sync.collective_fingerprint import once_a_sample
 from lockstep.strategies.sync.compression.compression import Compression
@@ -213,7 +212,7 @@ class SPMDStep(ManualOptimization):
             prepare(optimizer)
         if self._non_finite is not None and not self._may_step(optimizer):
             return False
-        if self.precision.scaler is None or (closure is None and not has_gradients(optimizer)):
+        if self.precision.scaler is None:
             optimizer.step() if closure is None else optimizer.step(closure)
             if self._compression is not None:
                 self._compression.commit(optimizer, self._non_finite)

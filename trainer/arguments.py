@@ -154,7 +154,7 @@ class TrainerArguments:
             )
         if self.seed is not None and not (isinstance(self.seed, Integral) and 0 <= self.seed < 2**63):
             raise ValueError(f"seed must be in [0, 2**63), but seed={self.seed!r}")
-        given: Any = [] if self.callbacks is None else self.callbacks
+        given: Any = self.callbacks if isinstance(self.callbacks, Callback) else self.callbacks or []
         is_one = isinstance(given, Callback | str) or not isinstance(given, Iterable)
         given = [given] if is_one else list(given)
         for item in given:
@@ -244,8 +244,7 @@ class TrainerArguments:
         if self.max_time is not None:
             from lockstep.callbacks.timer import MaxTime, seconds  # here, so that `import lockstep` does not load it
 
-            timer = MaxTime if any(isinstance(item, callbacks.Timer) for item in given) else callbacks.Timer
-            rest.append(timer(duration=timedelta(seconds=seconds(self.max_time, "max_time"))))
+            rest.append(MaxTime(duration=timedelta(seconds=seconds(self.max_time, "max_time"))))
         if self.profiler is not None:
             rest.append(callbacks.Profiler(self.profiler))
         summary = self.enable_progress_bar if self.enable_model_summary is None else self.enable_model_summary

@@ -70,8 +70,7 @@ class CSVLogger(RunLogger):
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # The disk is touched only by what the Trainer calls behind its error boundary.
-        self._last_valid_step = None if self._wrote_before and not trainer.global_step else trainer.global_step
-        self._wrote_before = False
+        self._last_valid_step = trainer.global_step
         self._columns = None
 
     def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
@@ -86,8 +85,9 @@ class CSVLogger(RunLogger):
             self.save()
 
     def save(self) -> None:
-        """Write the collected rows. Raises OSError; the rows that could not be written are lost."""
-        if not self._is_writer:
+        """Write the collected rows; before a run they stay held. Raises OSError; rows that could not be written are
+        lost."""
+        if not self._is_writer or not self.has_folder:
             return
         if not self._hparams_are_written and self.log_dir is not None:
             self._hparams_are_written = True
@@ -95,7 +95,6 @@ class CSVLogger(RunLogger):
         if not self._rows:
             return
         self._folder()
-        self._wrote_before |= not self.has_folder
         rows, self._rows = self._rows, []
         new = {key: None for row in rows for key in row}
         if self._columns is None or not new.keys() <= set(self._columns):

@@ -36,8 +36,6 @@ class RunLogger(Logger):
         self._trainer: Trainer | None = None
         self._hparams: dict[str, Any] = {}
         self._hparams_are_written = True
-        self._wrote_before = False
-        """Whether `save` has written before a run, which hides what another run left after its own steps."""
 
     @property
     def root_dir(self) -> str | None:

@@ -10,6 +10,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -73,11 +74,13 @@ class TensorBoardLogger(RunLogger):
         self._held: list[tuple[dict[str, float], int, float]] = []  # scalars, their step and when they were logged
         self._next_turn = 0.0  # by the monotonic clock
         self._writer: SummaryWriter | None = None
+        self._began_folder = False
+        """Whether `experiment` has opened a folder without events before a run, which hides none of them then."""
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # The disk is touched only by what the Trainer calls behind its error boundary.
-        self._purge_step = None if self._wrote_before and not trainer.global_step else trainer.global_step + 1
-        self._wrote_before = False
+        self._purge_step = None if self._began_folder and not trainer.global_step else trainer.global_step + 1
+        self._began_folder = False
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         self._hand_over_held()
@@ -140,14 +143,14 @@ class TensorBoardLogger(RunLogger):
             )
 
     def forget_held(self) -> None:
-        self._held = []
+        self._held, self._began_folder = [], False
 
     def save(self) -> None:
         if not self._is_writer:
             return
-        self._wrote_before |= bool(self._held) and not self.has_folder
-        self._write_hparams()
-        self._hand_over_held()
+        if self.has_folder:  # else they stay held
+            self._write_hparams()
+            self._hand_over_held()
         if self._writer is not None:
             self._writer.flush()
 
@@ -193,6 +196,7 @@ class TensorBoardLogger(RunLogger):
             self._close()  # events of this step and later are hidden as the next file is opened
         if self._writer is None:
             folder = self._folder()
+            self._began_folder = not self.has_folder and not any(Path(folder).glob("events.out.*"))
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 import time
@@ -216,7 +215,7 @@ def _reads_a_clock(owners: Iterable[Any]) -> bool:
     named = [value for function in filter(None, functions) for value in named_by(function)]
     helpers = [value for value in map(_function_of, named) if value is not None]
     named += (value for helper in helpers for value in named_by(helper))
-    return any(callable(value) and any(value is clock for clock in _CLOCKS) for value in named)
+    return any(value is clock for value in named for clock in _CLOCKS)
 
 
 def _function_of(value: Any) -> FunctionType | None:
@@ -225,7 +224,6 @@ def _function_of(value: Any) -> FunctionType | None:
         value = value.fget
     elif isinstance(value, staticmethod | classmethod):
         value = value.__func__
-    value = inspect.unwrap(value) if isinstance(value, FunctionType) else value
     is_own = isinstance(value, FunctionType) and str(value.__module__).partition(".")[0] not in _NOT_OF_USERS
     return value if is_own else None
 

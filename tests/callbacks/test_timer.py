@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from torch import nn
 
 import lockstep.callbacks.timer
+from lockstep.callbacks import ModelCheckpoint
 from lockstep.callbacks.timer import Timer
 from tests.trainer.toy import loader, net, quiet
 
@@ -117,6 +119,21 @@ def test_max_time_beside_a_timer_of_ones_own() -> None:
     own = Timer()
     quiet(max_epochs=1, max_time="00:01:00:00", callbacks=[own]).fit(net(), loader(4))
     assert own.time_elapsed() > 0
+
+
+def test_max_time_counts_on_from_a_checkpoint_that_had_it_as_a_timer(tmp_path: Path) -> None:
+    former = Timer()
+    quiet(max_steps=2, callbacks=[former, ModelCheckpoint(str(tmp_path))], enable_checkpointing=True).fit(
+        net(), loader(16)
+    )
+    saved = next(folder for folder in tmp_path.iterdir() if (folder / "state.json").exists())
+    trainer = quiet(max_steps=3, max_time="00:01:00:00")
+    trainer.fit(net(), loader(16), ckpt_path=str(saved))
+    (now,) = (item for item in trainer.callbacks if isinstance(item, Timer))
+    assert (
+        now.time_elapsed()
+        > json.loads((saved / "state.json").read_text())["callbacks"]["Timer"]["time_elapsed"]["train"]
+    )
 
 
 def test_a_duration_of_days() -> None:

@@ -274,10 +274,13 @@ def _restore_training(run: RunState, checkpoint: Checkpoint, without_optimizers:
 def restore_callbacks(run: RunState, checkpoint: Checkpoint, callbacks: Iterable[Callback]) -> None:
     """Give callbacks what they had saved. Every rank calls it."""
     states = checkpoint.state.get("callbacks", {})
+    given = {callback.state_key for callback in run.callbacks}
     with refused(checkpoint.path):
         for callback in callbacks:
-            if callback.state_key in states:
-                publish.load_state_of(run, callback, unpack(states[callback.state_key], checkpoint.read))
+            former = None if callback.former_state_key in given else callback.former_state_key
+            key = callback.state_key if callback.state_key in states else former
+            if key in states:
+                publish.load_state_of(run, callback, unpack(states[key], checkpoint.read))
 
 
 def _saved_beside(run: RunState, checkpoint: Checkpoint) -> dict[str, ParameterState]:
@@ -297,13 +300,12 @@ def _saved_beside(run: RunState, checkpoint: Checkpoint) -> dict[str, ParameterS
 
 def _say_what_is_dropped(run: RunState, checkpoint: Checkpoint) -> None:
     """One line for the saved state of callbacks that this run does not have."""
-    given = {callback.state_key for callback in run.callbacks}
+    given = {key for callback in run.callbacks for key in (callback.state_key, callback.former_state_key)}
     dropped = [key for key, saved in checkpoint.state["callbacks"].items() if saved and key not in given]
     if dropped and run.is_global_zero:
         _log.info(
             f"checkpoint {checkpoint.path} holds the state of {', '.join(dropped)}, which this run does not have among "
-            "its callbacks: "
-            "that state is dropped; give the same callback with the same arguments to continue it"
+            "its callbacks: that state is dropped; give the same callback with the same arguments to continue it"
         )
 
 

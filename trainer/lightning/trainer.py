@@ -174,7 +174,7 @@ class Trainer(_Trainer):
     def fit(self, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> None:
         """As `lockstep.Trainer.fit`; `weights_only` changes nothing, as no checkpoint is unpickled."""
         searched = next((word for word in (kwargs.get("ckpt_path"), *args[4:]) if word in ("auto", "last")), None)
-        if searched is not None:
+        if searched is not None and not getattr(self.checkpoint_callback, "dirpath", None):
             for logger in self.loggers:
                 if getattr(logger, "took_version", False) and logger.run_dir is None:
                     raise ValueError(

@@ -50,9 +50,6 @@ def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str |
             return first
         with suppress(WeightsOnlyError):
             found = store.newest(saving.folder_of(run), of_others | skipped, opens=partial(start.resumable, run))
-            if found:
-                for logger in run.loggers:  # a checkpoint comes after what they held
-                    logger.forget_held()
             return str(found) if found else first
         return first
 
@@ -62,6 +59,8 @@ def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str |
     def attempt(number: int) -> dict[str, Any]:
         while True:
             begins_from = newest(number)
+            for logger in run.loggers if number else ():  # ranks of an attempt before have written it
+                logger.forget_held()
             work = (run, "fit", module, sources, begins_from, streams)
             try:
                 if run.strategy.starts_ranks:

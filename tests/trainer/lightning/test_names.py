@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import lockstep.lightning as L
 import lockstep.lightning.pytorch as pl
@@ -121,16 +122,23 @@ def test_a_logger_works_before_the_run(kind: type, tmp_path: Path) -> None:
     assert "rate: 0.5" in Path(logger.log_dir, "hparams.yaml").read_text()
     written = b"".join(path.read_bytes() for path in Path(logger.log_dir).iterdir() if path.is_file())
     assert written.count(b"before") == 1
-    alone = kind(tmp_path, "alone")
-    alone.log_metrics({"before": 7.0}, 2)
-    alone.save()
-    assert [path.parent.name for path in Path(tmp_path, "alone").rglob("*.*")] == ["version_0"]
+
+
+def test_what_the_writer_of_a_logger_got_before_a_run_is_shown(tmp_path: Path) -> None:
+    logger = loggers.TensorBoardLogger(tmp_path, "mine")
+    logger.log_metrics({"held": 8.0}, 4)
+    logger.experiment.add_scalar("drawn", 7.0, 5)
+    L.Trainer(**QUIET | {"logger": logger}, max_epochs=1).fit(classifier(pl)(), loader())
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    assert [[event.value for event in events.Scalars(name)] for name in ("held", "drawn")] == [[8.0], [7.0]]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 def test_what_was_logged_before_a_run_is_written_once(strategy: str, tmp_path: Path) -> None:
     logger = loggers.CSVLogger(tmp_path, "mine")
+    assert logger.log_dir
     logger.log_metrics({"saved": 7.0}, 2)
     logger.save()
     logger.log_metrics({"held": 8.0}, 3)
