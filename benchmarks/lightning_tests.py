@@ -154,7 +154,7 @@ class Mapped(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                     return offered(name)
             return _Absent.__getattr__(NotOffered, name)
 
-        module.__getattr__ = find  # type: ignore[method-assign]
+        vars(module)["__getattr__"] = find
         return module
 
     def exec_module(self, module: ModuleType) -> None: ...
@@ -168,7 +168,7 @@ class _Absent(type):
 
 
 class NotOffered(Exception, metaclass=_Absent):
-    """What stands for a name that `lockstep.lightning` lacks."""
+    """A placeholder for a name that `lockstep.lightning` lacks."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         pytest.fail(f"lockstep.lightning has no {type(self).__name__}")

@@ -89,12 +89,11 @@ class CSVLogger(RunLogger):
         lost."""
         if not self._is_writer or not self.has_folder:
             return
-        if not self._hparams_are_written and self.log_dir is not None:
+        if not self._hparams_are_written:
             self._hparams_are_written = True
-            write_hparams(self.log_dir, self._hparams)
+            write_hparams(self._folder(), self._hparams)
         if not self._rows:
             return
-        self._folder()
         rows, self._rows = self._rows, []
         new = {key: None for row in rows for key in row}
         if self._columns is None or not new.keys() <= set(self._columns):

@@ -27,6 +27,10 @@ def rank_zero_experiment(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
 class _WithFolder(RunLogger):
     """Has its version and folder when they are first asked for, also before a run."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._is_writer = rank_zero_only.rank == 0  # before a run, too: a launcher may have started several processes
+
     @property
     def log_dir(self) -> str:
         """The folder of the run. Before there is one: of `version`, or of the next free version, which becomes
@@ -55,10 +59,6 @@ class _WithFolder(RunLogger):
     def has_folder(self) -> bool:
         return self.run_dir is not None
 
-    def _writes_before(self) -> None:
-        """Of several processes that a launcher has started one writes before a run, too."""
-        self._is_writer = rank_zero_only.rank == 0
-
 
 class TensorBoardLogger(_WithFolder, callbacks.TensorBoardLogger):
     """`lockstep.callbacks.TensorBoardLogger` in `<save_dir>/<name>/version_<N>`; without a name in `save_dir` itself.
@@ -86,7 +86,6 @@ class TensorBoardLogger(_WithFolder, callbacks.TensorBoardLogger):
             default_hp_metric=default_hp_metric,
             flush_secs=flush_secs,
         )
-        self._writes_before()
 
 
 class CSVLogger(_WithFolder, callbacks.CSVLogger):
@@ -106,7 +105,6 @@ class CSVLogger(_WithFolder, callbacks.CSVLogger):
         folder, name = _place(save_dir, name)
         _refuse("CSVLogger", {"prefix": prefix})
         super().__init__(folder, name=name, version=version, flush_every=flush_logs_every_n_steps)
-        self._writes_before()
 
 
 class WandbLogger(callbacks.WandbLogger):

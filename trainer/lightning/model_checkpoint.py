@@ -31,9 +31,9 @@ class ModelCheckpoint(callbacks.ModelCheckpoint, Checkpoint):
     FILE_EXTENSION = ".ckpt"
     CHECKPOINT_NAME_LAST = "last"
     CHECKPOINT_JOIN_CHAR = "-"
-    """What stands between epoch and step if no `filename` is given."""
+    """The separator of epoch and step if no `filename` is given."""
     CHECKPOINT_EQUALS_CHAR = "="
-    """What stands between a name and its value."""
+    """The separator of a name and its value."""
     STARTING_VERSION = 1
 
     def __init__(

@@ -66,7 +66,8 @@ def state_of(value: Any, is_own: Callable[[type], bool], contents: bool = True, 
 
 
 def _is_a_librarys_tuple(value: Any, is_own: Callable[[type], bool]) -> bool:
-    """Whether it is more than its items, such as `unittest.mock.call`, and may not survive being pickled."""
+    """Whether it is of a library's subclass of tuple with a state of its own, as `unittest.mock.call` is, which a copy
+    of its items would lose."""
     cls = type(value)
     is_plain = cls in (tuple, torch.Size) or hasattr(cls, "_fields") or hasattr(cls, "n_sequence_fields")
     return isinstance(value, tuple) and not is_plain and not is_own(cls)
