@@ -222,7 +222,9 @@ class SPMDStep(ManualOptimization):
                 "precision='16-mixed' scales gradients, and an optimizer that takes a closure would step with scaled "
                 "ones; use 'bf16-mixed'"
             )
-        self._unscale(optimizer)
+        if not self._unscale(optimizer):
+            optimizer.step()  # the scaler would raise
+            return True
         self._skipped = None
         self.precision.scaler.step(optimizer)
         self._scaler_used = True
@@ -276,10 +278,8 @@ class SPMDStep(ManualOptimization):
             if not self._on_cpu:
                 if self.cuts_gradients and self._in_group:
                     dist.all_reduce(found, dist.ReduceOp.MAX, group=self._peers)
-                self._non_finite, self._found = (
-                    found,
-                    torch.zeros_like(found),
-                )  # the copy to the host and the optimizer read it later
+                # the copy to the host and the optimizer read it later
+                self._non_finite, self._found = found, torch.zeros_like(found)
                 return result._replace(later=finite.later(found, functools.partial(self._drop_gradients, wrapped)))
             bad = bool(found)
             first = self._agreement.first_rank(bad) if self._agreement is not None else 0 if bad else None
@@ -318,10 +318,12 @@ class SPMDStep(ManualOptimization):
         self._unscaled.clear()
         self._scaler_used = False
 
-    def _unscale(self, optimizer: Optimizer) -> None:
-        if id(optimizer) not in self._unscaled:
+    def _unscale(self, optimizer: Optimizer) -> bool:
+        """Divide the gradients of `optimizer` by the scale, once in a step. False if it has none on any rank."""
+        if id(optimizer) not in self._unscaled and (self.cuts_gradients or self._in_model_order(optimizer)):
             self.precision.scaler.unscale_(optimizer)  # type: ignore[union-attr]
             self._unscaled.add(id(optimizer))
+        return id(optimizer) in self._unscaled
 
     def _mark_step(self, optimizer: Any, *_: Any) -> None:
         """Loss scaling steps `optimizer`. One that gets `found_inf` may skip the step by itself, on the device."""

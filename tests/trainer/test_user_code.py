@@ -487,8 +487,11 @@ class FreezesAHead(TwoLosses):
         self.net[4].requires_grad_(False)
 
 
-def test_a_loss_whose_optimizer_steps_frozen_layers_moves_nothing() -> None:
-    run = quiet(max_epochs=1)
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": "16-mixed"}, {"precision": "16-mixed", "gradient_clip_val": 1.0}]
+)
+def test_a_loss_whose_optimizer_steps_frozen_layers_moves_nothing(options: dict[str, Any]) -> None:
+    run = quiet(max_epochs=1, **options)
     module = FreezesAHead()
     before = copy.deepcopy(module.net.state_dict())
     run.fit(module, batches(24, torch.float32))
