@@ -136,6 +136,10 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "a metric in `filename` that is missing is `nan`, not 0; "
         "`train_time_interval` is checked every `log_every_n_steps` steps; `save_on_exception` and placeholders "
         "in `CHECKPOINT_NAME_LAST` are refused",
+        "ModelPruning": "`lockstep.lightning` only; ranks the weights of now, Lightning's those of the last forward; "
+        "masks are beside the weights in every checkpoint, whose weights are pruned and have the names of the module "
+        "as it was built; random masks follow the seed of the run; refused by strategies that shard weights, for a "
+        "parameter of two layers, beside WeightAveraging, and on ranks with `make_pruning_permanent=False`",
         "ModelSummary": "the table, its names, types and numbers, and its sums; no `in_sizes` and `out_sizes`",
         "ProgressBar": "not a base class for bars of your own; shown if it is given, whatever `enable_progress_bar` "
         "says; of `refresh_rate` only 0 has an effect, with `lockstep.lightning`",

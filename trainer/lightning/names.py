@@ -41,6 +41,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         "callbacks.early_stopping": "EarlyStoppingReason",
         f"{OURS}.model_checkpoint": "Checkpoint ModelCheckpoint",
         f"{OURS}.finetuning": "BackboneFinetuning BaseFinetuning",
+        f"{OURS}.pruning": "ModelPruning",
         f"{OURS}.callbacks": "BasePredictionWriter BatchSizeFinder "
         "DeviceStatsMonitor EarlyStopping LearningRateFinder ModelSummary ProgressBar "
         "RichModelSummary=ModelSummary RichProgressBar TQDMProgressBar Timer EMAWeightAveraging WeightAveraging",
@@ -130,7 +131,6 @@ REFUSED: Mapping[str, str] = {
     "ModelParallelStrategy": "give Trainer(strategy='fsdp=2,tensor=2'), whose sizes are the mesh (docs/strategies)",
     "XLAStrategy": _ACCELERATOR,
     "SingleDeviceXLAStrategy": _ACCELERATOR,
-    "ModelPruning": "call torch.nn.utils.prune in on_train_epoch_end of a callback",
     "OnExceptionCheckpoint": (
         "signals commit a checkpoint by themselves; for other errors give ModelCheckpoint(every_n_train_steps=…)"
     ),

@@ -109,7 +109,8 @@ def _refused_by_strategy(run: RunState, module: Module) -> None:
     users = [
         item
         for item in run.callbacks
-        if isinstance(item, callbacks.GradientNorm) or not type(item).__module__.startswith("lockstep.callbacks.")
+        if isinstance(item, callbacks.GradientNorm)
+        or not type(item).__module__.startswith(("lockstep.callbacks.", "lockstep.trainer."))
     ]
     asked = [name for name in refuses if hasattr(Module, name) and overrides(module, name, Module)]
     asked += [name for name in refuses for item in users if hasattr(Callback, name) and overrides(item, name, Callback)]

@@ -18,7 +18,7 @@ import lightning.pytorch
 import pytorch_lightning
 from lightning.pytorch.callbacks import (
     ModelCheckpoint,
-    ModelPruning,
+    SpikeDetection,
 )
 from pytorch_lightning.cli import LightningArgumentParser
 from lightning.pytorch.demos import WikiText2
@@ -50,7 +50,7 @@ import lockstep.lightning as lightning
 import lockstep.lightning.pytorch as pytorch_lightning
 from lockstep.lightning.pytorch.callbacks import (
     ModelCheckpoint,
-    ModelPruning,
+    SpikeDetection,
 )
 from lockstep.lightning.pytorch.cli import LightningArgumentParser
 from lockstep.lightning.pytorch.demos import WikiText2
@@ -60,7 +60,7 @@ if True:
 é = "lightning"; from lockstep.lightning import seed_everything  # lightning
 """
 FOUND = [
-    (7, "ModelPruning has no counterpart; call torch.nn.utils.prune"),
+    (7, "SpikeDetection has no counterpart; use lockstep.callbacks.Guard"),
     (9, "LightningArgumentParser has no counterpart; write a YAML file"),
     (10, "lightning.pytorch.demos has no counterpart"),
     (12, "CometLogger has no counterpart"),
