@@ -123,7 +123,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "Checkpoint": "a base class for callbacks of your own, beside which the default ModelCheckpoint saves",
         "DeviceStatsMonitor": "`DeviceStats`, whose values have other names",
         "EarlyStopping": "a check that reaches a threshold counts in `best_score` and `wait_count` too",
-        "EMAWeightAveraging": "`WeightAveraging(decay)`; buffers are not averaged: `use_buffers=False` for BatchNorm",
+        "EMAWeightAveraging": "`WeightAveraging(decay)`, whose `use_buffers` is False; buffers of whole numbers stay "
+        "those of training, and with `use_buffers=False` all do",
         "GradientAccumulationScheduler": "`accumulate_grad_batches` of the Trainer holds before its first epoch",
         "LearningRateMonitor": "works without a logger too; a value for each step of the optimizers",
         "LearningRateFinder": "`LRFinder`; trials are runs of their own, whose rates go from `min_lr` to "
@@ -147,8 +148,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "RichProgressBar": "`ProgressBar`",
         "TQDMProgressBar": "`ProgressBar`",
         "Timer": "`max_time` of the Trainer holds beside it",
-        "WeightAveraging": "buffers are not averaged: `use_buffers=False` for BatchNorm; `avg_fn` and `multi_avg_fn` "
-        "with `lockstep.lightning`, unless a strategy shards parameters",
+        "WeightAveraging": "buffers of whole numbers stay those of training, and with `use_buffers=False` all do; "
+        "`avg_fn` and `multi_avg_fn` with `lockstep.lightning`, unless a strategy shards parameters",
     },
     "Loggers": {
         "CSVLogger": "drops rows after the checkpoint that is resumed; has its file from the start of a run, in which "

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from lockstep.callbacks._support.parameter_state import ParameterState, is_held, local
@@ -27,13 +27,14 @@ class WeightAveraging(Callback):
 
     In validation the module has the averages, and so have the weights of each checkpoint, beside which it keeps those
     that train: a resumed run is the run that was never stopped. After `fit` the module has the averages. Buffers,
-    such as the running statistics of BatchNorm, stay those of training.
+    such as the running statistics of BatchNorm, stay those of training, unless `use_buffers` is True.
 
     Args:
         decay: Weight of the old average, above 0 and below 1; None for the mean of all updates.
         update_every_n_steps: Optimizer steps between updates; None to update after each epoch instead.
         update_starting_at_step: `global_step` before which nothing is averaged.
         update_starting_at_epoch: `current_epoch` before which nothing is averaged.
+        use_buffers: Average buffers of floating-point numbers too.
 
     Raises RuntimeError at the start of `fit` under a strategy that keeps weights in a layout of its own (DeepSpeed).
     Override `should_update` for another schedule.
@@ -46,6 +47,7 @@ class WeightAveraging(Callback):
         update_every_n_steps: int | None = 1,
         update_starting_at_step: int = 0,
         update_starting_at_epoch: int = 0,
+        use_buffers: bool = False,
     ) -> None:
         for name, start in (
             ("update_starting_at_step", update_starting_at_step),
@@ -68,6 +70,7 @@ class WeightAveraging(Callback):
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
         self.update_starting_at_epoch = update_starting_at_epoch
+        self.use_buffers = use_buffers
         self._averages: Averages | None = None
         self._last_step = 0
 
@@ -92,20 +95,24 @@ class WeightAveraging(Callback):
     def parameter_state(self, trainer: Trainer, module: Module) -> ParameterState:
         if any(isinstance(item, WeightAveraging) and item is not self for item in trainer.callbacks):
             raise ValueError("only one WeightAveraging can put its averages in the weights' place; give one of them")
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self._averages = Averages(
-            parameter
-            for optimizer in trainer.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            (parameter for group in groups for parameter in group["params"]),
+            BufferAverages(module, trainer.strategy) if self.use_buffers else None,
         )
         return self._averages
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_updates": self.num_updates}
+        state: dict[str, Any] = {"num_updates": self.num_updates}
+        if self.num_updates and self._averages is not None and self._averages.buffers is not None:
+            state["buffers"] = self._averages.buffers.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._averages is not None:
             self._averages.num_updates = state_dict["num_updates"]
+            if self._averages.buffers is not None:
+                self._averages.buffers.load_state_dict(state_dict.get("buffers", {}))
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._last_step = trainer.global_step
@@ -160,9 +167,10 @@ class WeightAveraging(Callback):
 class Averages(ParameterState):
     """Running averages of parameters, in float32 or the parameter's own dtype if that is wider."""
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], buffers: BufferAverages | None = None) -> None:
         super().__init__(parameters)
         self.num_updates = 0
+        self.buffers = buffers
         self._average: dict[Tensor, Tensor] = {}
         self._training: dict[Tensor, Tensor] = {}  # the weights that train, while the averages are in their place
         self.is_swapped = False
@@ -174,23 +182,22 @@ class Averages(ParameterState):
         self._average.clear()
         self._training.clear()
         self.is_swapped = False
+        if self.buffers is not None:
+            self.buffers.load_state_dict({})
 
     @torch.no_grad()
     def update(self, multi_average: Any) -> None:
         """Take the weights of now into the averages. `multi_average` is as in `torch.optim.swa_utils`."""
-        known = {"old": ([], []), "new": []}  # type: ignore[var-annotated]
+        averages, weights = [], []
         for parameter in filter(is_held, self.parameters()):
             if parameter in self._average:
-                average = local(self._average[parameter])
-                known["old"][0].append(average)
-                known["old"][1].append(local(parameter).to(average.dtype))
+                averages.append(local(self._average[parameter]))
+                weights.append(local(parameter))
             else:
                 self._average[parameter] = parameter.detach().to(_wide(parameter.dtype), copy=True)
-        averages, weights = known["old"]
-        by_dtype = {average.dtype for average in averages}
-        for dtype in by_dtype:
-            chosen = [i for i, average in enumerate(averages) if average.dtype == dtype]
-            multi_average([averages[i] for i in chosen], [weights[i] for i in chosen], self.num_updates)
+        _average(multi_average, averages, weights, self.num_updates)
+        if self.buffers is not None:
+            self.buffers.update(multi_average, self.num_updates)
         self.num_updates += 1
 
     @torch.no_grad()
@@ -199,19 +206,24 @@ class Averages(ParameterState):
         self.is_swapped = True
         self._training = {parameter: parameter.detach().clone() for parameter in self._average}
         self._put(self._average)
+        if self.buffers is not None:
+            self.buffers.swap_in()
 
     def is_changed(self) -> bool:
-        """Whether any parameter is no longer the average that was put in its place."""
-        return any(
+        """Whether any parameter or buffer is no longer the average that was put in its place."""
+        changed = any(
             not torch.equal(local(parameter), local(self._average[parameter]).to(parameter.dtype))
             for parameter in self._training
         )
+        return changed or (self.buffers is not None and self.buffers.is_changed())
 
     @torch.no_grad()
     def swap_out(self) -> None:
         """Put the weights back, in every bit."""
         if self.is_swapped:
             self._put(self._training)
+            if self.buffers is not None:
+                self.buffers.swap_out()
         self._training.clear()
         self.is_swapped = False
 
@@ -242,6 +254,85 @@ class Averages(ParameterState):
     def take(self, parameter: Tensor, saved: dict[str, Tensor]) -> None:
         self._average[parameter] = saved["average"].to(parameter.device)
         parameter.copy_(saved["weights"])
+
+
+class BufferAverages:
+    """Running averages of a module's buffers of floating-point numbers, which ranks that hold them hold alike."""
+
+    def __init__(self, module: nn.Module, strategy: Any) -> None:
+        """Every rank calls it."""
+        self._module, self._strategy = module, strategy
+        self._average: dict[str, Tensor] = {}
+        self._training: dict[str, Tensor] = {}  # the buffers of training, while the averages are in their place
+        self._owners: dict[str, int] = {}
+        """The first rank that holds a buffer, of those that other ranks lack."""
+        named = [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
+        if named:
+            device = strategy.topology.device
+            here = torch.tensor([is_held(buffer) for _, buffer in named], device=device, dtype=torch.float32)
+            ranks = strategy.all_gather(here).reshape(-1, len(named))
+            away = zip(named, ranks.T.tolist(), strict=True)
+            self._owners = {name: held.index(1.0) for (name, _), held in away if len({*held}) == 2}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        buffers = self._module.named_buffers()
+        return {n: local(b) for n, b in buffers if b.is_floating_point() and is_held(b)}
+
+    def update(self, multi_average: Any, done: int) -> None:
+        """Take the buffers of now into the averages."""
+        now = self._buffers()
+        known = [name for name in now if name in self._average]
+        before = [self._average[name].clone() for name in known]
+        _average(multi_average, [self._average[name] for name in known], [now[name] for name in known], done)
+        for name, old in zip(known, before, strict=True):  # the mean of equal numbers, infinite ones included
+            self._average[name] = torch.where(old == now[name], old, self._average[name])
+        self._average |= {n: b.to(_wide(b.dtype), copy=True) for n, b in now.items() if n not in self._average}
+
+    def swap_in(self) -> None:
+        """Put the averages in the place of the buffers, which are kept."""
+        now = self._buffers()
+        self._training = {name: now[name].clone() for name in self._average}
+        for name, average in self._average.items():
+            now[name].copy_(average)
+
+    def is_changed(self) -> bool:
+        """Whether any buffer is no longer the average that was put in its place."""
+        now = self._buffers()
+        return any(
+            not torch.equal(now[name].nan_to_num(), self._average[name].to(now[name].dtype).nan_to_num())
+            for name in self._training
+        )
+
+    def swap_out(self) -> None:
+        """Put the buffers of training back."""
+        now = self._buffers()
+        for name, buffer in self._training.items():
+            now[name].copy_(buffer)
+        self._training.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages, and the buffers of training, in whose place they are. Every rank calls it."""
+        average, training = dict(self._average), dict(self._training)
+        away = {name: buffer for name, buffer in self._module.named_buffers() if name in self._owners}
+        for name, buffer in away.items():
+            for values, dtype in ((average, _wide(buffer.dtype)), (training, buffer.dtype)):
+                shape = torch.empty(buffer.shape, dtype=dtype, device=self._strategy.topology.device)
+                values[name] = self._strategy.broadcast(values.get(name, shape), self._owners[name])
+        return {"average": average, "training": training}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        now = self._buffers()
+        self._training.clear()
+        self._average = {n: v.to(now[n].device) for n, v in state_dict.get("average", {}).items() if n in now}
+        for name in self._average:
+            now[name].copy_(state_dict["training"][name])
+
+
+def _average(multi_average: Any, averages: list[Tensor], values: list[Tensor], done: int) -> None:
+    for dtype in {average.dtype for average in averages}:
+        chosen = [i for i, average in enumerate(averages) if average.dtype == dtype]
+        multi_average([averages[i] for i in chosen], [values[i].to(dtype) for i in chosen], done)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, SequentialSampler
 
@@ -166,25 +166,11 @@ class BatchSizeFinder(callbacks.BatchSizeFinder):
         return self.result
 
 
-class _Averaging(callbacks.WeightAveraging):
-    _uses_buffers = True
-
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        super().setup(trainer, module, stage)
-        norms = (item for item in module.modules() if isinstance(item, nn.modules.batchnorm._NormBase))
-        if self._uses_buffers and any(item.running_mean is not None for item in norms):
-            raise ValueError(
-                f"{type(self).__name__} averages no buffers, and {type(module).__name__} has running statistics of "
-                "normalization layers, which stay those of training; give use_buffers=False"
-            )
-
-
-class WeightAveraging(_Averaging):
+class WeightAveraging(callbacks.WeightAveraging):
     """`lockstep.callbacks.WeightAveraging` with the mean of all updates, one after each step, or what `avg_fn` or
     `multi_avg_fn` of `torch.optim.swa_utils` makes of them.
 
-    Buffers are not averaged: ValueError at `fit` for BatchNorm without `use_buffers=False`, and for a function if a
-    strategy shards parameters.
+    ValueError at `fit` for a function if a strategy shards parameters.
     """
 
     def __init__(
@@ -196,8 +182,7 @@ class WeightAveraging(_Averaging):
     ) -> None:
         if avg_fn is not None and multi_avg_fn is not None:
             raise ValueError("WeightAveraging takes avg_fn or multi_avg_fn, but both are given; drop one of them")
-        super().__init__(None)
-        self._uses_buffers = use_buffers
+        super().__init__(None, use_buffers=use_buffers)
         self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
 
     def parameter_state(self, trainer: Trainer, module: Module) -> ParameterState:
@@ -230,11 +215,8 @@ class WeightAveraging(_Averaging):
         return step_idx is not None
 
 
-class EMAWeightAveraging(_Averaging):
-    """`lockstep.callbacks.WeightAveraging` with a decay.
-
-    Buffers are not averaged: ValueError at `fit` for BatchNorm without `use_buffers=False`.
-    """
+class EMAWeightAveraging(callbacks.WeightAveraging):
+    """`lockstep.callbacks.WeightAveraging` with a decay."""
 
     def __init__(
         self,
@@ -245,8 +227,7 @@ class EMAWeightAveraging(_Averaging):
         update_starting_at_step: int | None = None,
         update_starting_at_epoch: int | None = None,
     ) -> None:
-        super().__init__(decay, update_every_n_steps=update_every_n_steps)
-        self._uses_buffers = use_buffers
+        super().__init__(decay, update_every_n_steps=update_every_n_steps, use_buffers=use_buffers)
         self._first_step, self._first_epoch, self._every = (
             update_starting_at_step,
             update_starting_at_epoch,

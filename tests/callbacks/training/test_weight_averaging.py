@@ -304,3 +304,89 @@ def test_users_may_save_averages_in_a_hook(tmp_path: Any) -> None:
         )
         trainer.fit(Net(), loader())
         assert trainer.global_step == 7
+
+
+class Normed(Module):
+    """Has running statistics, a constant buffer with an infinity, and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Mean(Callback):
+    """The running mean that validation sees, and that of training after it."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append(module.net[1].running_mean.clone())
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append(module.net[1].running_mean.clone())
+
+
+def fit_normed(averaging: WeightAveraging, *more: Callback, ckpt_path: Any = None, **options: Any) -> Normed:
+    torch.manual_seed(0)
+    module = Normed()
+    options = {"precision": "64-true", "split_batches": True, "max_epochs": 2, "accelerator": "cpu"} | options
+    trainer = quiet(callbacks=[averaging, *more], **options)
+    trainer.fit(module, loader(48), loader(24), ckpt_path=ckpt_path)
+    return module
+
+
+def test_buffers_are_averaged_as_torch_averages_them() -> None:
+    torch.manual_seed(0)
+    module = Normed().double()
+    average = torch.optim.swa_utils.AveragedModel(
+        module, avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.7), use_buffers=True
+    )
+    optimizer, expected = module.configure_optimizers(), []
+    for _ in range(2):
+        for x, y in loader(48):
+            optimizer.zero_grad()
+            F.cross_entropy(module.net(x.double()), y).backward()
+            optimizer.step()
+            average.update_parameters(module)
+        expected += [average.module.net[1].running_mean.clone(), module.net[1].running_mean.clone()]
+    mean = Mean()
+    trained = fit_normed(WeightAveraging(0.7, use_buffers=True), mean)
+    assert distance(mean.seen, expected) <= 1e-12
+    for name in ("running_mean", "running_var"):
+        assert distance([getattr(trained.net[1], name)], [getattr(average.module.net[1], name)]) <= 1e-12
+    assert torch.equal(trained.mask, module.mask) and int(trained.net[1].num_batches_tracked) == 12
+
+
+@pytest.mark.parametrize(
+    "strategy", ["auto", *(pytest.param(name, marks=pytest.mark.ranks) for name in ("ddp", "pipeline"))]
+)
+def test_averaged_buffers_are_saved_and_resumed(strategy: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"strategy": strategy, "devices": 1 if strategy == "auto" else 2, "virtual_ranks": 2}
+    saver = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    whole = fit_normed(WeightAveraging(None, use_buffers=True), saver, enable_checkpointing=True, **options)
+    path = tmp_path / "step=4"
+    resumed = fit_normed(WeightAveraging(None, use_buffers=True), ckpt_path=path, **options)
+    assert all(map(torch.equal, resumed.state_dict().values(), whole.state_dict().values()))
+    if strategy == "pipeline":
+        elsewhere = fit_normed(WeightAveraging(None, use_buffers=True), ckpt_path=path, virtual_ranks=2)
+        assert all(map(torch.equal, elsewhere.state_dict().values(), whole.state_dict().values()))
+
+
+def test_a_buffer_that_validation_changes_is_an_error() -> None:
+    class Counts(Callback):
+        def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+            module.mask[0] += 1
+
+    with pytest.raises(RuntimeError, match="changed in validation"):
+        fit_normed(WeightAveraging(0.7, use_buffers=True), Counts())

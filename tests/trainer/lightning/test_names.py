@@ -192,14 +192,6 @@ def test_callbacks_that_a_trainer_adds(capfd: pytest.CaptureFixture[str]) -> Non
     assert "Epoch 1" in capfd.readouterr().err
 
 
-def test_averaging_refuses_running_statistics() -> None:
-    module = classifier(pl)()
-    module.norm = torch.nn.BatchNorm1d(4)
-    for callback in (pl.callbacks.EMAWeightAveraging(), pl.callbacks.WeightAveraging()):
-        with pytest.raises(ValueError, match="running statistics of normalization layers.*give use_buffers=False"):
-            L.Trainer(**QUIET, max_epochs=1, callbacks=[callback]).fit(module, loader())
-
-
 def test_arguments_of_strategies() -> None:
     ddp = pl.strategies.DDPStrategy(find_unused_parameters=True, start_method="spawn")
     assert isinstance(ddp, strategies.DDP) and isinstance(ddp, pl.strategies.DDPStrategy)
