@@ -290,7 +290,7 @@ def test_the_trainer_shows_what_users_need() -> None:
 
 def test_nobody_assigns_to_the_trainer() -> None:
     """What a run changes is in its RunState; callbacks set what users may set."""
-    assigned, may_be_set = [], ("should_stop", "accumulate_grad_batches")
+    assigned, may_be_set = [], ("should_stop", "accumulate_grad_batches", "lr_scheduler_configs")
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(), str(path))):
             if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store) or node.attr in may_be_set:

@@ -42,6 +42,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         f"{OURS}.model_checkpoint": "Checkpoint ModelCheckpoint",
         f"{OURS}.finetuning": "BackboneFinetuning BaseFinetuning",
         f"{OURS}.pruning": "ModelPruning",
+        f"{OURS}.swa": "StochasticWeightAveraging",
         f"{OURS}.callbacks": "BasePredictionWriter BatchSizeFinder "
         "DeviceStatsMonitor EarlyStopping LearningRateFinder ModelSummary ProgressBar "
         "RichModelSummary=ModelSummary RichProgressBar TQDMProgressBar Timer EMAWeightAveraging WeightAveraging",
@@ -135,10 +136,6 @@ REFUSED: Mapping[str, str] = {
         "signals commit a checkpoint by themselves; for other errors give ModelCheckpoint(every_n_train_steps=…)"
     ),
     "SpikeDetection": "use lockstep.callbacks.Guard, which skips or stops at spikes of the loss",
-    "StochasticWeightAveraging": (
-        "use lockstep.callbacks.WeightAveraging(decay=None, update_every_n_steps=None, update_starting_at_epoch=…) "
-        "and torch.optim.swa_utils.SWALR as the scheduler"
-    ),
     "ThroughputMonitor": "use lockstep.callbacks.ThroughputMonitor, which counts samples by itself",
     "Throughput": "use lockstep.callbacks.ThroughputMonitor",
     "measure_flops": "use torch.utils.flop_counter.FlopCounterMode; ModelSummary shows FLOPs with example_input_array",

@@ -39,7 +39,7 @@ class Net(pl.LightningModule):
 
 
 trainer = L.Trainer(gpus=2, max_epochs=3, plugins=None, use_distributed_sampler=False)
-callback = pl.callbacks.StochasticWeightAveraging(0.1)
+callback = pl.callbacks.OnExceptionCheckpoint("x")
 lightning.pytorch.callbacks.EarlyStopping("loss")
 pytorch_lightning.utilities.rank_zero.rank_zero_only(print)
 """
@@ -69,7 +69,7 @@ FOUND = [
     (20, "a module has no attribute 'use_amp'"),
     (27, "Trainer has no argument 'gpus'"),
     (27, "Trainer has no argument 'use_distributed_sampler'"),
-    (28, "StochasticWeightAveraging has no counterpart; use lockstep.callbacks.WeightAveraging"),
+    (28, "OnExceptionCheckpoint has no counterpart; signals commit a checkpoint"),
 ]
 
 

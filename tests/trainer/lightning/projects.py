@@ -881,10 +881,48 @@ def learned_weights_of_losses(pl: Any) -> Project:
     return Project(module, {"train_dataloaders": loader()}, seen=lambda: module.norms)
 
 
+def pruned(pl: Any) -> Project:
+    lottery = pl.callbacks.ModelPruning(
+        "l1_unstructured",
+        parameter_names=["weight"],
+        amount=0.3,
+        use_lottery_ticket_hypothesis=lambda epoch: epoch == 1,
+    )
+    given = {"train_dataloaders": loader(), "val_dataloaders": loader(8)}
+    return Project(classifier(pl)(), given, {"callbacks": [lottery], "max_epochs": 4})
+
+
+def normalized(pl: Any) -> Any:
+    module = classifier(pl)()
+    module.net = nn.Sequential(module.net, nn.BatchNorm1d(3))
+    return module
+
+
+def averages_of_statistics(pl: Any) -> Project:
+    average = pl.callbacks.EMAWeightAveraging(decay=0.8)
+    given = {"train_dataloaders": loader(), "val_dataloaders": loader(8)}
+    module = normalized(pl)
+    del module.net[1].num_batches_tracked  # a whole number, which Lightning averages and rounds
+    module.net[1].register_buffer("num_batches_tracked", None)
+    return Project(module, given, {"callbacks": [average], "max_epochs": 2})
+
+
+def stochastic_averages(pl: Any) -> Project:
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.2, momentum=0.5)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
+
+    module = classifier(pl, configure_optimizers=configure_optimizers)()
+    average = pl.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=0.5, annealing_epochs=2)
+    given = {"train_dataloaders": loader(), "val_dataloaders": loader(8)}
+    return Project(module, given, {"callbacks": [average], "max_epochs": 6})
+
+
 ALL = [
     plain, gan, dqn, byol, ddpm, vqvae, two_validation_loaders, unfreezing, backbone, plateau, nested_metrics,
     star_arguments, trainer_subclass, schedule_in_a_callback, delegated_loaders, tbptt, maml, ppo, partials,
     accumulation, early_stop, writer, lambda_callback, toggled, several_training_loaders,
     simclr, a_callback_that_collects, stopped_by_a_callback, datasets, own_logger, closure_by_hand, lists_and_warmup,
     wgan_with_penalty, sharpness_aware, momentum_contrast, averages_of_a_callback, learned_weights_of_losses,
+    pruned, averages_of_statistics, stochastic_averages,
 ]  # fmt: skip

@@ -55,8 +55,8 @@ def test_names_are_the_same_objects_by_every_path() -> None:
 def test_a_name_that_is_not_offered_says_what_to_write() -> None:
     with pytest.raises(ImportError, match=r"^lockstep.lightning has no LightningArgumentParser; write a YAML"):
         from lockstep.lightning.pytorch.cli import LightningArgumentParser  # noqa: F401
-    with pytest.raises(ImportError, match=r"StochasticWeightAveraging; use lockstep.callbacks.WeightAveraging"):
-        pl.callbacks.StochasticWeightAveraging  # noqa: B018
+    with pytest.raises(ImportError, match=r"SpikeDetection; use lockstep.callbacks.Guard"):
+        pl.callbacks.SpikeDetection  # noqa: B018
     with pytest.raises(ImportError, match="Fabric; drive a strategy"):
         L.Fabric  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'EarlyStoping'; did you mean 'EarlyStopping'"):
