@@ -70,6 +70,10 @@ class ProgressBar(Callback):
         self._close()
         self._screen, self._next_draw = None, NEVER
 
+    def get_metrics(self, trainer: Trainer, module: Module) -> dict[str, Any]:
+        """What the bar shows after its counts, on rank 0 when it is drawn; override it to show other values."""
+        return dict(trainer.progress_bar_metrics)
+
     def print(self, *values: Any, **options: Any) -> None:
         """The builtin `print`, above the bar instead of into it; does nothing on ranks other than 0."""
         with self._or_silent():
@@ -185,7 +189,8 @@ class ProgressBar(Callback):
         if self._screen is None or (gap_s == LOG_INTERVAL_S and now - self._last_shown < self._screen.interval_s):
             return
         is_epoch = meter is self._epoch
-        metrics = trainer.progress_bar_metrics if is_epoch or not gap_s else {}
+        module = trainer.lightning_module
+        metrics = self.get_metrics(trainer, module) if module is not None and (is_epoch or not gap_s) else {}
         shown = meter.shown(self._run_seconds(trainer) if is_epoch else None, metrics)
         with self._or_silent():
             self._screen.show(shown, gap_s)

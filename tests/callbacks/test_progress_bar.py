@@ -130,6 +130,7 @@ def make_trainer(**facts: Any) -> Any:
         ),
         "sanity_checking": False,
         "progress_bar_metrics": {},
+        "lightning_module": MODULE,
     }
     return SimpleNamespace(**known | facts)
 

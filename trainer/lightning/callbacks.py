@@ -83,6 +83,12 @@ class ProgressBar(callbacks.ProgressBar):
         self._disabled = True
         self.hide()
 
+    def get_metrics(self, trainer: Trainer, module: Module) -> dict[str, Any]:
+        """What the bar shows after its counts: the version of the logger, and values of `prog_bar=True`."""
+        version = getattr(trainer.logger, "version", None)
+        named = {} if version is None else {"v_num": version[-4:] if isinstance(version, str) else version}
+        return named | super().get_metrics(trainer, module)
+
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
         if self.is_disabled:
@@ -90,7 +96,7 @@ class ProgressBar(callbacks.ProgressBar):
 
     def __init_subclass__(cls) -> None:
         for name in vars(cls):
-            if name == "get_metrics" or (name.startswith("init_") and name.endswith("_tqdm")):
+            if name.startswith("init_") and name.endswith("_tqdm"):
                 raise TypeError(
                     f"{cls.__name__} overrides {name}, which the progress bar of lockstep.lightning does not call; "
                     "choose what the bar shows with log(prog_bar=True)"

@@ -192,6 +192,20 @@ def test_callbacks_that_a_trainer_adds(capfd: pytest.CaptureFixture[str]) -> Non
     assert "Epoch 1" in capfd.readouterr().err
 
 
+def test_a_bar_shows_what_get_metrics_returns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Bar(pl.callbacks.TQDMProgressBar):
+        def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
+            items = super().get_metrics(trainer, pl_module)
+            items["version"] = items.pop("v_num")
+            return items | {"lr": pl_module.optimizers().param_groups[0]["lr"]}
+
+    logger = pl.loggers.CSVLogger(tmp_path, version=3)
+    trainer = L.Trainer(**QUIET | {"logger": logger, "enable_progress_bar": True}, max_epochs=1, callbacks=[Bar()])
+    trainer.fit(classifier(pl)(), loader())
+    shown = capfd.readouterr().err
+    assert "version=3, lr=0.1" in shown and "train_loss_epoch=" in shown and "v_num" not in shown
+
+
 def test_arguments_of_strategies() -> None:
     ddp = pl.strategies.DDPStrategy(find_unused_parameters=True, start_method="spawn")
     assert isinstance(ddp, strategies.DDP) and isinstance(ddp, pl.strategies.DDPStrategy)
@@ -286,8 +300,8 @@ def test_what_would_have_no_effect_is_refused(tmp_path: Path) -> None:
     module, batches = classifier(pl)(), loader()
     with pytest.raises(TypeError, match="Saved.after_save_checkpoint is not a hook.*copy checkpoints in on_train_end"):
         L.Trainer(**QUIET | {"logger": Saved()}, max_steps=1, default_root_dir=tmp_path).fit(module, batches)
-    with pytest.raises(TypeError, match="Bar overrides get_metrics, which the progress bar of lockstep.lightning does"):
-        type("Bar", (pl.callbacks.TQDMProgressBar,), {"get_metrics": lambda *args: {}})
+    with pytest.raises(TypeError, match="Bar overrides init_train_tqdm, which the progress bar of lockstep.lightning"):
+        type("Bar", (pl.callbacks.TQDMProgressBar,), {"init_train_tqdm": lambda *args: None})
     with pytest.raises(ValueError, match="gradient_clip_algorithm must be 'norm' or 'value', got 'foo'"):
         module.clip_gradients(None, 1.0, "foo")
     with pytest.raises(ValueError, match="max_depth must be -1, 0 or above, got -2"):
