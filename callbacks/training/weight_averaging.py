@@ -111,8 +111,14 @@ class WeightAveraging(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._averages is not None:
             self._averages.num_updates = state_dict["num_updates"]
+            saved = state_dict.get("buffers", {})
             if self._averages.buffers is not None:
-                self._averages.buffers.load_state_dict(state_dict.get("buffers", {}))
+                self._averages.buffers.load_state_dict(saved)
+            elif saved.get("average"):
+                raise ValueError(
+                    "it holds averages in the place of buffers, beside those of training; give WeightAveraging "
+                    "use_buffers=True to continue that run"
+                )
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._last_step = trainer.global_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -104,7 +105,10 @@ class ProgressBar(callbacks.ProgressBar):
 
 
 class TQDMProgressBar(ProgressBar):
-    """`lockstep.callbacks.ProgressBar`."""
+    """`lockstep.callbacks.ProgressBar`; `TQDM_MINITERS` of the environment is the least `refresh_rate`."""
+
+    def __init__(self, refresh_rate: int = 1, *args: Any, **options: Any) -> None:
+        super().__init__(max(refresh_rate, int(os.environ.get("TQDM_MINITERS") or 0)), *args, **options)
 
 
 class RichProgressBar(ProgressBar):

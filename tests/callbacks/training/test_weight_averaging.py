@@ -378,6 +378,9 @@ def test_averaged_buffers_are_saved_and_resumed(strategy: str, tmp_path: Path) -
     path = tmp_path / "step=4"
     resumed = fit_normed(WeightAveraging(None, use_buffers=True), ckpt_path=path, **options)
     assert all(map(torch.equal, resumed.state_dict().values(), whole.state_dict().values()))
+    if strategy == "auto":
+        with pytest.raises(CheckpointError, match="holds averages in the place of buffers.*use_buffers=True"):
+            fit_normed(WeightAveraging(None), ckpt_path=path, **options)
     if strategy == "pipeline":
         elsewhere = fit_normed(WeightAveraging(None, use_buffers=True), ckpt_path=path, virtual_ranks=2)
         assert all(map(torch.equal, elsewhere.state_dict().values(), whole.state_dict().values()))

@@ -192,6 +192,14 @@ def test_callbacks_that_a_trainer_adds(capfd: pytest.CaptureFixture[str]) -> Non
     assert "Epoch 1" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("given", "least", "rate"), [(0, "1", 1), (1, "0", 1), (2, "1", 2), (0, "", 0)])
+def test_the_environment_sets_the_least_refresh_rate(
+    given: int, least: str, rate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TQDM_MINITERS", least)
+    assert pl.callbacks.TQDMProgressBar(given).refresh_rate == rate
+
+
 def test_a_bar_shows_what_get_metrics_returns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     class Bar(pl.callbacks.TQDMProgressBar):
         def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
