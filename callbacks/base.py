@@ -192,6 +192,11 @@ class Logger(Callback):
     """Folder of this run; the Trainer sets it, equal on all ranks, before `setup`."""
 
     @property
+    def given_version(self) -> str | int | None:
+        """`version`, which a subclass may choose only as it is read."""
+        return self.version
+
+    @property
     def log_dir(self) -> str | None:
         """The folder to write to: `run_dir`, if a subclass does not define another."""
         return self.run_dir

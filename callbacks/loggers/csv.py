@@ -47,6 +47,7 @@ class CSVLogger(RunLogger):
         self._num_rows = 0  # logged so far
         self._num_valid_rows: int | None = None  # of the file, as the checkpoint says that is resumed
         self._rows: list[dict[str, Any]] = []  # not yet in the file
+        self._num_before = 0  # the last rows of the file that were written before a run, of whatever steps
         self._columns: list[str] | None = None  # of the file; None: not known, read it
 
     @property
@@ -85,8 +86,8 @@ class CSVLogger(RunLogger):
             self.save()
 
     def save(self) -> None:
-        """Write the collected rows; before a run they stay held. Raises OSError; rows that could not be written are
-        lost."""
+        """Write the collected rows; without a folder they stay held. Raises OSError; rows that could not be written
+        are lost."""
         if not self._is_writer or not self.has_folder:
             return
         if not self._hparams_are_written:
@@ -95,6 +96,8 @@ class CSVLogger(RunLogger):
         if not self._rows:
             return
         rows, self._rows = self._rows, []
+        if self.run_dir is None:
+            self._num_before += len(rows)
         new = {key: None for row in rows for key in row}
         if self._columns is None or not new.keys() <= set(self._columns):
             self._rewrite(rows)
@@ -119,11 +122,13 @@ class CSVLogger(RunLogger):
         kept: Sequence[Mapping[str, Any]] = []
         if os.path.exists(self.path):
             with open(self.path, newline="", encoding="utf-8") as file:
-                kept = [
-                    row
-                    for row in csv.DictReader(file)
-                    if _is_whole(row) and (last_valid is None or int(row["step"]) <= last_valid)
-                ][:num_valid]
+                whole = list(filter(_is_whole, csv.DictReader(file)))
+            first = len(whole) - self._num_before
+            kept = [
+                row for i, row in enumerate(whole) if last_valid is None or int(row["step"]) <= last_valid or i >= first
+            ][:num_valid]
+        if self.run_dir is not None:
+            self._num_before = 0
         everything = [*kept, *rows]
         columns = list({"step": None} | {key: None for row in everything for key in row})
         with replacing(self.path, durable=True) as file:

@@ -32,36 +32,53 @@ class _WithFolder(RunLogger):
         self._is_writer = rank_zero_only.rank == 0  # before a run, too: a launcher may have started several processes
 
     @property
+    def version(self) -> str | int:
+        """Of the run. Before there is one: what was given, or the next free number, which it is from then on."""
+        if self._version is None and self.run_dir is not None:
+            name = Path(self.run_dir).name
+            return int(name[8:]) if name[:8] == "version_" and name[8:].isdigit() else name
+        if self._version is None:
+            taken = [path.name.removeprefix("version_") for path in self._runs.glob("version_*")]
+            self._version = max((int(number) for number in taken if number.isdigit()), default=-1) + 1
+            self.took_version = True
+        return self._version
+
+    @version.setter
+    def version(self, version: str | int | None) -> None:
+        self._version = version
+
+    @property
+    def given_version(self) -> str | int | None:
+        return self._version if type(self).version is _WithFolder.version else self.version
+
+    @property
     def log_dir(self) -> str:
-        """The folder of the run. Before there is one: of `version`, or of the next free version, which becomes
-        `version`."""
+        """The folder of the run; before there is one, that of `version`."""
         if self.run_dir is not None:
             return self.run_dir
-        root = Path(self.save_dir or ".") / str(self.name)
-        if self.version is None:
-            taken = [path.name.removeprefix("version_") for path in root.glob("version_*")]
-            self.version = max((int(number) for number in taken if number.isdigit()), default=-1) + 1
-            self.took_version = True
-        return str(root / (f"version_{self.version}" if isinstance(self.version, int) else self.version))
+        version = self.version
+        return str(self._runs / (f"version_{version}" if isinstance(version, int) else version))
 
     @log_dir.setter
     def log_dir(self, folder: str | None) -> None:
         self.run_dir = folder
 
+    _version: str | int | None = None
     took_version = False
-    """Whether `version` was none and `log_dir` has taken one."""
+    """Whether no version was given, and `version` has taken one."""
+
+    @property
+    def _runs(self) -> Path:
+        return Path(self.save_dir or ".") / str(self.name)
 
     @property
     def root_dir(self) -> str:
         return str(Path(self.log_dir).parent)
 
-    @property
-    def has_folder(self) -> bool:
-        return self.run_dir is not None
-
 
 class TensorBoardLogger(_WithFolder, callbacks.TensorBoardLogger):
     """`lockstep.callbacks.TensorBoardLogger` in `<save_dir>/<name>/version_<N>`; without a name in `save_dir` itself.
+    `save()` writes before a run, too.
 
     Raises TypeError for `prefix`, `sub_dir` and options of the SummaryWriter other than `flush_secs`.
     """
@@ -87,12 +104,28 @@ class TensorBoardLogger(_WithFolder, callbacks.TensorBoardLogger):
             flush_secs=flush_secs,
         )
 
+    NAME_HPARAMS_FILE = "hparams.yaml"
+
+    @property
+    def has_folder(self) -> bool:
+        return self.run_dir is not None
+
+    def save(self) -> None:
+        if self._is_writer and not self.has_folder:
+            self._write_hparams()
+            self._hand_over_held()
+        super().save()
+
 
 class CSVLogger(_WithFolder, callbacks.CSVLogger):
-    """`lockstep.callbacks.CSVLogger` in `<save_dir>/<name>/version_<N>`; without a name in `save_dir` itself.
+    """`lockstep.callbacks.CSVLogger` in `<save_dir>/<name>/version_<N>`; without a name in `save_dir` itself. Before a
+    run it writes too, at `save()` and after as many rows as it collects.
 
     Raises TypeError for `prefix`.
     """
+
+    NAME_METRICS_FILE = "metrics.csv"
+    NAME_HPARAMS_FILE = "hparams.yaml"
 
     def __init__(
         self,
@@ -105,6 +138,20 @@ class CSVLogger(_WithFolder, callbacks.CSVLogger):
         folder, name = _place(save_dir, name)
         _refuse("CSVLogger", {"prefix": prefix})
         super().__init__(folder, name=name, version=version, flush_every=flush_logs_every_n_steps)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows that are not written yet."""
+        return self._rows
+
+    @property
+    def metrics_file_path(self) -> str:
+        return self.path
+
+    @property
+    def hparams(self) -> dict[str, Any]:
+        """What `log_hyperparams` was given, as plain data."""
+        return self._hparams
 
 
 class WandbLogger(callbacks.WandbLogger):

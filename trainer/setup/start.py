@@ -168,7 +168,7 @@ def place_of(run: RunState, logger: Logger) -> tuple[Path, str | int | None]:
         nonlocal found
         default = found[0]
         root = default.parent if logger.save_dir is None else Path(logger.save_dir).expanduser()
-        version = logger.version
+        version = logger.given_version
         found = root / str(logger.name or default.name), version if isinstance(version, int | None) else str(version)
 
     publish.guarded(run, logger, read)

@@ -110,10 +110,10 @@ def test_a_logger_works_before_the_run(kind: type, tmp_path: Path) -> None:
     logger = kind(tmp_path, "mine")
     logger.log_hyperparams({"rate": 0.5})
     logger.log_metrics({"before": 7.0}, 2)
-    assert logger.version is None and not list(tmp_path.rglob("*.*"))
-    assert (logger.log_dir, logger.version) == (str(tmp_path / "mine" / "version_4"), 4)
-    assert logger.root_dir == str(tmp_path / "mine")
+    assert not list(tmp_path.rglob("*.*"))
     trainer = L.Trainer(**QUIET | {"logger": logger}, max_epochs=1)
+    assert trainer.log_dir == logger.log_dir == str(tmp_path / "mine" / "version_4")
+    assert (logger.version, logger.root_dir) == (4, str(tmp_path / "mine"))
     module, batches = classifier(pl)(), loader()
     with pytest.raises(ValueError, match="log_dir was read before fit, which has taken version 4; give the logger"):
         trainer.fit(module, batches, ckpt_path="auto")
@@ -122,6 +122,23 @@ def test_a_logger_works_before_the_run(kind: type, tmp_path: Path) -> None:
     assert "rate: 0.5" in Path(logger.log_dir, "hparams.yaml").read_text()
     written = b"".join(path.read_bytes() for path in Path(logger.log_dir).iterdir() if path.is_file())
     assert written.count(b"before") == 1
+
+
+@pytest.mark.parametrize("kind", [loggers.TensorBoardLogger, loggers.CSVLogger])
+def test_a_logger_writes_without_a_run_at_save(kind: type, tmp_path: Path) -> None:
+    logger = kind(tmp_path, "mine")
+    logger.log_hyperparams({"rate": 0.5})
+    logger.log_metrics({"alone": 7.0}, 900)
+    logger.save()
+    folder = tmp_path / "mine" / "version_0"
+    assert "rate: 0.5" in (folder / logger.NAME_HPARAMS_FILE).read_text()
+    L.Trainer(**QUIET | {"logger": logger}, max_epochs=1, log_every_n_steps=1).fit(classifier(pl)(), loader())
+    assert logger.log_dir == str(folder) and logger.version == 0
+    written = b"".join(path.read_bytes() for path in folder.iterdir() if path.is_file())
+    assert written.count(b"alone") == 1
+    if kind is loggers.CSVLogger:
+        rows = Path(logger.metrics_file_path).read_text().splitlines()
+        assert rows[1].startswith("900,7.0,") and len(rows) > 3 and logger.metrics == []
 
 
 def test_what_the_writer_of_a_logger_got_before_a_run_is_shown(tmp_path: Path) -> None:
