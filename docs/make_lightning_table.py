@@ -28,7 +28,6 @@ BEGIN, END = "<!-- names -->", "<!-- end of names -->"
 _MANIFEST = "hyperparameters are in the checkpoint's manifest"
 _UPPER = {f"CHECKPOINT_HYPER_PARAMS_{word}": _MANIFEST for word in ("KEY", "NAME", "TYPE")}
 _DATAMODULE = _UPPER | {
-    "load_from_checkpoint": "build it by its arguments; its state is restored by fit(ckpt_path=…)",
     "name": "give it to the logger",
     "remove_ignored_hparams": "give save_hyperparameters(ignore=[…])",
 }
@@ -86,8 +85,9 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "global_step": "one for each step of the loop, whatever the number of optimizers",
         "hparams": "a config of omegaconf that is given whole becomes a dict with attributes; loggers get the values "
         "at the start of fit; a module that is built in another's `__init__` has its own arguments only",
-        "load_from_checkpoint": "reads folders and `.ckpt` files of Lightning 1.0 and later; refuses `hparams_file` "
-        "and arguments that `__init__` lacks; modules, classes and functions are given again",
+        "load_from_checkpoint": "reads folders and `.ckpt` files of Lightning 1.0 and later; refuses arguments "
+        "that `__init__` lacks; modules, classes and functions are given again; `hparams_file`, a YAML file, with "
+        "`lockstep.lightning`",
         "log": "a step's value is the mean since the previous one; values always span all ranks; in any hook of a run, "
         "an error outside of one; calls of one name in a step add to one mean; a metric named `step` is a metric",
         "log_dict": "as `log`",
@@ -103,7 +103,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
     "Methods and hooks of LightningDataModule": {
         "from_datasets": "with `lockstep.lightning`; a loader that was not given is None",
         "hparams_initial": "with `lockstep.lightning`",
-        "hparams": "those that the module has too are logged as `data.<name>`; checkpoints do not hold them",
+        "hparams": "those that the module has too are logged as `data.<name>`",
+        "load_from_checkpoint": "as a module's; of a checkpoint of weights alone without its state",
         "state_dict": "tensors and JSON data; restored in `fit`",
     },
     "Hooks and attributes of Callback": {
@@ -155,13 +156,13 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "`avg_fn` and `multi_avg_fn` with `lockstep.lightning`, unless a strategy shards parameters",
     },
     "Loggers": {
-        "CSVLogger": "drops rows after the checkpoint that is resumed; has its file from the start of a run, in which "
-        "what was logged before is written; `version` is None until a run starts or `log_dir` is read; no `prefix`",
+        "CSVLogger": "drops rows after the checkpoint that is resumed, and no file that is there; `experiment` is the "
+        "logger itself; no `prefix`",
         "Logger": "`after_save_checkpoint` is refused",
         "MLFlowLogger": "`MLflowLogger`",
         "TensorBoardLogger": "hides values after the checkpoint that is resumed; has its file from the start of a run, "
-        "in which what was logged before is written, and `hparams.yaml` if there are hyperparameters; `version` is "
-        "None until a run starts or `log_dir` is read; no `prefix` and `sub_dir`",
+        "or `save()` before it, in which what was logged before is written, and `hparams.yaml` if there are "
+        "hyperparameters; no `prefix` and `sub_dir`",
         "WandbLogger": "a resumed run has each step once",
     },
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import torch
 
@@ -65,6 +66,24 @@ class DataModule(HyperParameters):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path | BinaryIO,
+        map_location: Any = None,
+        weights_only: bool | None = None,
+        **overrides: Any,
+    ) -> Self:
+        """Build the DataModule from the hyperparameters in a checkpoint of a run with it, and give it the state that it
+        had there; a checkpoint of weights alone has no state.
+
+        Arguments as those of `Module.load_from_checkpoint`; `map_location` changes nothing. Raises CheckpointError and
+        TypeError as that.
+        """
+        from lockstep.trainer.checkpoint.snapshot import load_datamodule  # here, as snapshot.py builds on this file
+
+        return load_datamodule(cls, checkpoint_path, overrides, trusts=weights_only is False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "trainer": None}

@@ -125,6 +125,37 @@ def restored(cls: type, saved: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def built(
+    cls: Any, saved: dict[str, Any], name: str | None, unsaved: list[str], overrides: dict[str, Any], path: Any
+) -> Any:
+    """An object of saved hyperparameters; a base class may have been given more than `cls` takes. `name` is the
+    argument that they are together. `unsaved` names those that were given and not saved: their defaults would be
+    another object."""
+    from lockstep.trainer.checkpoint.manifest import refused  # `from lockstep import Module` needs neither
+    from lockstep.trainer.lightning_names import nearest
+
+    if name is not None:
+        saved, unsaved = {name: Namespace(saved)}, [name] if unsaved else []
+    takes = inspect.signature(cls).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    if not takes_any:
+        saved = {key: value for key, value in saved.items() if key in takes}
+    with refused(path):
+        saved = restored(cls, saved)
+    given = saved | overrides
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [p.name for p in takes.values() if p.kind in named and (p.default is p.empty or p.name in unsaved)]
+    lacking = [name for name in needed if name not in given or (name in unsaved and name not in overrides)]
+    if strange := [key for key in overrides if key not in takes and not takes_any]:
+        raise TypeError(f"{cls.__name__} takes no argument {strange[0]!r}{nearest(strange[0], takes)}")
+    if lacking:
+        raise TypeError(
+            f"{cls.__name__} needs {', '.join(lacking)}, which checkpoint {path} does not hold; give them to "
+            "load_from_checkpoint"
+        )
+    return cls(**given)
+
+
 def _classes(annotation: Any, cls: type) -> list[Any]:
     """What an annotation names; one that is a string is looked up where `__init__` was written, and never evaluated."""
     if not isinstance(annotation, str):

@@ -306,13 +306,18 @@ def read_pickle(file: str | os.PathLike[str] | BinaryIO, trusts: bool) -> Weight
         else:
             found.skipped.append(f"hyper_parameters: {name}")
             found.unsaved.append(str(name))
-    name = loaded.get("hparams_name")
-    found.hyperparameters_name = name if isinstance(name, str) and name != "kwargs" else None
+    found.hyperparameters_name = name_in(loaded)
     found.global_step = _count(loaded.get("global_step"))
     found.current_epoch = _count(loaded.get("epoch", loaded.get("current_epoch")))
     known = {nested, "hyper_parameters", "global_step", "epoch", "current_epoch", "hparams_name"}
     found.skipped += [str(name) for name in loaded if name not in known]
     return found
+
+
+def name_in(loaded: Mapping[str, Any], prefix: str = "") -> str | None:
+    """The argument that all hyperparameters are together, if there is one."""
+    name = loaded.get(f"{prefix}hparams_name")
+    return name if isinstance(name, str) and name != "kwargs" else None
 
 
 def _reason(error: pickle.UnpicklingError) -> str:

@@ -7,7 +7,6 @@ rank      random streams, running sums of metrics, data position of one rank
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import platform
@@ -23,8 +22,7 @@ from lockstep.strategies.optimizers.saved_groups import is_alike
 from lockstep.trainer.checkpoint import convert, rank_state, schema, store
 from lockstep.trainer.checkpoint.manifest import WeightsOnlyError, refused
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
-from lockstep.trainer.hparams import Namespace, restored
-from lockstep.trainer.lightning_names import nearest
+from lockstep.trainer.hparams import built
 from lockstep.trainer.run import hook_content, publish
 from lockstep.trainer.run.hook_content import HookContent, SavedWeights, facts_of
 from lockstep.trainer.setup import frozen, resume
@@ -125,9 +123,7 @@ def _shared_state(
         "callbacks": _callback_states(run, tensors),
         "datamodule": {} if datamodule is None else pack(datamodule.state_dict(), "datamodule/state", tensors),
         "module": pack(extra, "module/extra", tensors),
-        "hyperparameters": pack(module.saved_hparams, "module/hparams", tensors),
-        "hyperparameters_name": module.hparams_name,
-        "hyperparameters_unsaved": module.unsaved_hparams,
+        **hyperparameters(run, module, tensors),
         "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
         "logged_metrics": {name: float(value) for name, value in run.logged_metrics.items()},
         "progress_bar_metrics": {name: float(value) for name, value in run.progress_bar_metrics.items()},
@@ -333,34 +329,68 @@ def check_resumable(checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"checkpoint {checkpoint.path} cannot be resumed: {wrong}; load another one")
 
 
+def hyperparameters(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict[str, Any]:
+    """Of the module and the DataModule, as JSON; its tensors go to `tensors`."""
+    saved = {"": module} if run.datamodule is None else {"": module, "datamodule_": run.datamodule}
+    found: dict[str, Any] = {}
+    for prefix, owner in saved.items():
+        place = f"{prefix.rstrip('_') or 'module'}/hparams"
+        found[f"{prefix}hyperparameters"] = pack(owner.saved_hparams, place, tensors)
+        found[f"{prefix}hyperparameters_name"] = owner.hparams_name
+        found[f"{prefix}hyperparameters_unsaved"] = owner.unsaved_hparams
+    return found
+
+
 def load_module(
     cls: Any, path: str | Path | BinaryIO, map_location: Any, strict: bool, overrides: dict[str, Any], trusts: bool
 ) -> Any:
     """`Module.load_from_checkpoint`."""
-    if not isinstance(path, (str, os.PathLike)) or os.path.isfile(os.path.expanduser(path)):
-        found = convert.read_pickle(path, trusts)
-        given = found.content.get("hyper_parameters")
-        given = {key: value for key, value in given.items() if type(key) is str} if isinstance(given, Mapping) else {}
-        module = _built(cls, *_arguments(given, found.hyperparameters_name, []), overrides, found.source)
-        module.on_load_checkpoint(found.content)
-        with refused(found.source):
-            values = convert.values_in(found.content)  # as the hook has left them
+    module, saved = _built(cls, path, overrides, trusts, "")
+    module.configure_model()
+    if not isinstance(saved, Checkpoint):
+        module.on_load_checkpoint(saved.content)
+        with refused(saved.source):
+            values = convert.values_in(saved.content)  # as the hook has left them
             module.load_state_dict(values, strict=strict)
         return module.to(_device(map_location))
+    weights = weights_for((module.on_load_checkpoint,), saved)
+    with refused(saved.path):
+        frozen.check_module(weights, module)
+        restore_model(module, weights, strict)
+    return module.to(_device(map_location))
+
+
+def load_datamodule(cls: Any, path: str | Path | BinaryIO, overrides: dict[str, Any], trusts: bool) -> Any:
+    """`DataModule.load_from_checkpoint`."""
+    datamodule, saved = _built(cls, path, overrides, trusts, "datamodule_")
+    if not isinstance(saved, Checkpoint):
+        state = saved.content.get(cls.__qualname__)
+    else:
+        state = unpack(saved.state.get("datamodule"), saved.read)
+    if state:
+        with refused(saved.path if isinstance(saved, Checkpoint) else saved.source):
+            datamodule.load_state_dict(state)
+    return datamodule
+
+
+def _built(
+    cls: Any, path: str | Path | BinaryIO, overrides: dict[str, Any], trusts: bool, prefix: str
+) -> tuple[Any, Checkpoint | convert.Weights]:
+    """An object of the hyperparameters in a checkpoint, and that checkpoint, or the file in Lightning's layout."""
+    if not isinstance(path, (str, os.PathLike)) or os.path.isfile(os.path.expanduser(path)):
+        found = convert.read_pickle(path, trusts)
+        given = found.content.get(f"{prefix}hyper_parameters")
+        given = {key: value for key, value in given.items() if type(key) is str} if isinstance(given, Mapping) else {}
+        return built(cls, given, convert.name_in(found.content, prefix), [], overrides, found.source), found
     checkpoint = Checkpoint.open(os.path.expanduser(path))
-    hparams = unpack(checkpoint.state.get("hyperparameters", {}), checkpoint.read)
-    name = checkpoint.state.get("hyperparameters_name")
-    unsaved = checkpoint.state.get("hyperparameters_unsaved", [])
+    state = checkpoint.state
+    hparams = unpack(state.get(f"{prefix}hyperparameters", {}), checkpoint.read)
+    name, unsaved = state.get(f"{prefix}hyperparameters_name"), state.get(f"{prefix}hyperparameters_unsaved", [])
     if not isinstance(hparams, dict) or not isinstance(name, str | None) or not isinstance(unsaved, list):
         raise CheckpointError(
             f"checkpoint {path} cannot be used: state.json has no valid hyperparameters; load another one"
         )
-    module = _built(cls, *_arguments(hparams, name, unsaved), overrides, path)
-    weights = weights_for((module.on_load_checkpoint,), checkpoint)
-    with refused(path):
-        frozen.check_module(weights, module)
-        restore_model(module, weights, strict)
-    return module.to(_device(map_location))
+    return built(cls, hparams, name, unsaved, overrides, path), checkpoint
 
 
 def _device(map_location: Any) -> Any:
@@ -368,33 +398,3 @@ def _device(map_location: Any) -> Any:
     if callable(map_location):
         return map_location(torch.UntypedStorage(0), "cpu").device
     return map_location.get("cpu") if isinstance(map_location, Mapping) else map_location
-
-
-def _arguments(hparams: dict[str, Any], name: str | None, unsaved: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Hyperparameters, and the names of those that were not saved, as arguments: those of `name` are one together."""
-    return (hparams, unsaved) if name is None else ({name: Namespace(hparams)}, [name] if unsaved else [])
-
-
-def _built(cls: Any, saved: dict[str, Any], unsaved: list[str], overrides: dict[str, Any], path: Any) -> Any:
-    """A module of saved hyperparameters; a base class may have been given more than `cls` takes. `unsaved` names those
-    that were given and not saved: their defaults would be another module."""
-    takes = inspect.signature(cls).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    if not takes_any:
-        saved = {key: value for key, value in saved.items() if key in takes}
-    with refused(path):
-        saved = restored(cls, saved)
-    given = saved | overrides
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needed = [p.name for p in takes.values() if p.kind in named and (p.default is p.empty or p.name in unsaved)]
-    lacking = [name for name in needed if name not in given or (name in unsaved and name not in overrides)]
-    if strange := [key for key in overrides if key not in takes and not takes_any]:
-        raise TypeError(f"{cls.__name__} takes no argument {strange[0]!r}{nearest(strange[0], takes)}")
-    if lacking:
-        raise TypeError(
-            f"{cls.__name__} needs {', '.join(lacking)}, which checkpoint {path} does not hold; give them to "
-            "load_from_checkpoint"
-        )
-    module = cls(**given)
-    module.configure_model()
-    return module

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.hparams import HyperParameters, Namespace
+from lockstep.trainer.lightning.utilities import load_hparams_from_yaml
 from lockstep.trainer.module import Module, attach
 
 if TYPE_CHECKING:
@@ -34,6 +35,34 @@ class _OfClass(classmethod):
         return refuse
 
 
+def _read(hparams_file: Any, cls: Any) -> dict[str, Any]:
+    """What the file holds of the arguments of `cls`."""
+    takes = inspect.signature(cls).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    held = load_hparams_from_yaml(hparams_file, use_omegaconf=False)
+    found = {name: value for name, value in held.items() if takes_any or name in takes}
+    if held and not found:
+        raise TypeError(
+            f"hparams_file {hparams_file} holds no argument of {cls.__name__}, which takes {', '.join(takes)}; give "
+            "what it holds as keyword arguments"
+        )
+    return found
+
+
+class _Loadable:
+    """Mix-in of LightningModule and LightningDataModule, before ours."""
+
+    @_OfClass  # type: ignore[arg-type]
+    def load_from_checkpoint(
+        cls, checkpoint_path: Any, map_location: Any = None, hparams_file: Any = None, **options: Any
+    ) -> Any:
+        """As that of `lockstep.Module` and `lockstep.DataModule`; what `hparams_file`, a YAML file, holds of the
+        arguments of `__init__` replaces what the checkpoint does. Raises TypeError on an object."""
+        if hparams_file is not None:
+            options = _read(hparams_file, cls) | options
+        return super().load_from_checkpoint(checkpoint_path, map_location, **options)  # type: ignore[misc]
+
+
 class HyperparametersMixin(HyperParameters):
     """`save_hyperparameters` and `hparams`, which keeps what was saved apart from later changes."""
 
@@ -47,7 +76,7 @@ class HyperparametersMixin(HyperParameters):
         vars(self)["_hparams_initial"] = Namespace(self.hparams | copy.deepcopy(self.saved_hparams))
 
 
-class LightningModule(HyperparametersMixin, Module):
+class LightningModule(HyperparametersMixin, _Loadable, Module):
     """`lockstep.Module`, whose hooks get a loss in a dict."""
 
     hooks_get_dicts = True
@@ -61,18 +90,6 @@ class LightningModule(HyperparametersMixin, Module):
     def trainer(self, trainer: Trainer) -> None:
         attach(self, trainer)
 
-    @_OfClass  # type: ignore[arg-type]
-    def load_from_checkpoint(
-        cls, checkpoint_path: Any, map_location: Any = None, hparams_file: Any = None, **options: Any
-    ) -> Any:
-        """As `lockstep.Module.load_from_checkpoint`. Raises TypeError on an object, and for `hparams_file`."""
-        if hparams_file is not None:
-            raise TypeError(
-                "load_from_checkpoint has no argument 'hparams_file'; hyperparameters are in the checkpoint, and "
-                "keyword arguments replace or complete them"
-            )
-        return super().load_from_checkpoint(checkpoint_path, map_location, **options)
-
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
         """While it lasts, gradients flow into the parameters of `optimizer` only."""
@@ -83,7 +100,7 @@ class LightningModule(HyperparametersMixin, Module):
             self.untoggle_optimizer(optimizer)
 
 
-class LightningDataModule(HyperparametersMixin, DataModule):
+class LightningDataModule(HyperparametersMixin, _Loadable, DataModule):
     """`lockstep.DataModule`."""
 
     @classmethod

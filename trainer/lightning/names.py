@@ -30,6 +30,10 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         f"{OURS}.module": "HyperparametersMixin LightningModule LightningDataModule",
         "trainer.run.manual": "LightningOptimizer=ManualOptimizer",
     },
+    "pytorch.core.saving": {
+        f"{OURS}.module": "LightningModule LightningDataModule",
+        f"{OURS}.utilities": "save_hparams_to_yaml load_hparams_from_yaml",
+    },
     "pytorch.trainer": {
         "trainer.seeding": "seed_everything",
         "trainer.facts": "TrainerState",
@@ -51,6 +55,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         "callbacks": "Logger",
         f"{OURS}.loggers": "CSVLogger MLFlowLogger TensorBoardLogger WandbLogger",
     },
+    "pytorch.loggers.csv_logs": {f"{OURS}.loggers": "CSVLogger ExperimentWriter=CSVLogger"},
     "pytorch.loggers.logger": {"callbacks": "Logger", f"{OURS}.loggers": "rank_zero_experiment"},
     "pytorch.strategies": {
         "strategies": "Strategy ParallelStrategy=Strategy",
@@ -84,7 +89,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
 """By path below `lightning`: by module of ours, the names that it gives, or `Lightning's=ours`."""
 
 SAME: Mapping[str, str] = {
-    "pytorch.core": "module lightning datamodule hooks optimizer mixins mixins.hparams_mixin saving",
+    "pytorch.core": "module lightning datamodule hooks optimizer mixins mixins.hparams_mixin",
     "pytorch.trainer": "trainer states",
     "pytorch.callbacks": (
         "batch_size_finder callback checkpoint device_stats_monitor early_stopping finetuning "
@@ -93,7 +98,7 @@ SAME: Mapping[str, str] = {
         "progress.rich_progress progress.tqdm_progress pruning rich_model_summary spike stochastic_weight_avg "
         "throughput_monitor timer weight_averaging"
     ),
-    "pytorch.loggers": "comet csv_logs litlogger mlflow neptune tensorboard wandb",
+    "pytorch.loggers": "comet litlogger mlflow neptune tensorboard wandb",
     "pytorch.strategies": "ddp deepspeed fsdp model_parallel parallel single_device strategy",
     "pytorch.accelerators": "accelerator cpu cuda",
     "pytorch.profilers": "advanced profiler pytorch simple",

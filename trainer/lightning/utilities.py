@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
+from lockstep.callbacks._support.files import replacing
+from lockstep.callbacks._support.hparams import plain_params, to_yaml
 from lockstep.callbacks.model_summary import summarize as _summarize
 from lockstep.strategies.launch import environment
 from lockstep.trainer.hparams import Namespace
@@ -178,3 +182,19 @@ class ModelSummary:
 def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
     """The summary of a module."""
     return ModelSummary(lightning_module, max_depth)
+
+
+def save_hparams_to_yaml(config_yaml: str | os.PathLike[str], hparams: Any, use_omegaconf: bool = True) -> None:
+    """Write a dict, Namespace or config as plain data; of a member of an Enum its name."""
+    given = hparams if isinstance(hparams, Mapping) else vars(hparams)
+    params = plain_params({key: value.name if isinstance(value, Enum) else value for key, value in given.items()})
+    with replacing(os.fspath(config_yaml)) as file:
+        file.write(to_yaml(params))
+
+
+def load_hparams_from_yaml(config_yaml: str | os.PathLike[str], use_omegaconf: bool = True) -> Any:
+    """What a YAML file holds: a config of omegaconf, or a dict of plain data without `use_omegaconf`."""
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.load(os.fspath(config_yaml))
+    return config if use_omegaconf else OmegaConf.to_container(config)

@@ -154,9 +154,7 @@ def _save_weights(
             "progress": run.progress.state_dict(),
             "strategy": gathered.meta,
             "module": pack(extra, "module/extra", kept),
-            "hyperparameters": pack(module.saved_hparams, "module/hparams", kept),
-            "hyperparameters_name": module.hparams_name,
-            "hyperparameters_unsaved": module.unsaved_hparams,
+            **snapshot.hyperparameters(run, module, kept),
         }
     store.save(
         path,

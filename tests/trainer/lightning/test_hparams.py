@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from enum import Enum
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 import lockstep.lightning.pytorch as pl
 from lockstep.lightning.pytorch.core.mixins import HyperparametersMixin
+from lockstep.lightning.pytorch.core.saving import load_hparams_from_yaml, save_hparams_to_yaml
+from lockstep.lightning.pytorch.utilities import AttributeDict
 from tests.trainer.lightning.test_checkpoints import Net, data
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
     "enable_checkpointing": False, "max_steps": 1,
 }  # fmt: skip
+
+
+class Color(Enum):
+    RED = 1
 
 
 class Whole(Net):
@@ -60,12 +68,77 @@ def test_configs_among_the_arguments_are_saved_as_configs(tmp_path: Path) -> Non
     assert again.hparams.more[0].net.layers[1].a == 2 and again.hparams.lr == 0.2
 
 
+@pytest.mark.parametrize(
+    "form", [dict, AttributeDict, lambda held: Namespace(**held), OmegaConf.create], ids=lambda form: form.__name__
+)
+def test_hyperparameters_in_a_file(tmp_path: Path, form: Any) -> None:
+    held = {"lr": 0.5, "nested": {"a": 1}, "layers": [1, 2]}
+    save_hparams_to_yaml(tmp_path / "hparams.yaml", form(held))
+    assert load_hparams_from_yaml(tmp_path / "hparams.yaml").nested.a == 1
+    assert load_hparams_from_yaml(tmp_path / "hparams.yaml", use_omegaconf=False) == held
+
+
+def test_hyperparameters_in_a_file_replace_those_of_a_checkpoint(tmp_path: Path) -> None:
+    path, file = saved(Part(config()), tmp_path), tmp_path / "hparams.yaml"
+    save_hparams_to_yaml(file, {"lr": 0.5, "more": Color.RED, "unknown": 1})
+    again = Part.load_from_checkpoint(path, hparams_file=file)
+    assert (again.hparams.lr, again.hparams.more, again.hparams.conf.net.width) == (0.5, "RED", 3)
+    assert Part.load_from_checkpoint(path, hparams_file=file, lr=0.25).hparams.lr == 0.25
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, folder: str, lock: Any = None, size: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.seen = 0
+
+    def train_dataloader(self) -> Any:
+        return data(self.hparams.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = state_dict["seen"]
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_data_module_is_built_from_a_checkpoint(tmp_path: Path, weights_only: bool) -> None:
+    module = Data("here", size=3)
+    module.seen = 7
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, "a", save_weights_only=weights_only)
+    pl.Trainer(**QUIET | {"enable_checkpointing": True}, callbacks=[saver]).fit(Net(), datamodule=module)
+    again = Data.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu", folder="there")
+    assert (again.hparams.folder, again.hparams.size, again.seen) == ("there", 3, 0 if weights_only else 7)
+    save_hparams_to_yaml(tmp_path / "data.yaml", {"size": 4})
+    assert Data.load_from_checkpoint(tmp_path / "a.ckpt", hparams_file=tmp_path / "data.yaml").hparams.size == 4
+    assert pl.LightningDataModule.load_from_checkpoint(tmp_path / "a.ckpt").hparams == {}
+    with pytest.raises(TypeError, match=r"makes a new object .* call Data\.load_from_checkpoint"):
+        again.load_from_checkpoint(tmp_path / "a.ckpt")
+
+
+def test_a_data_module_needs_what_its_checkpoint_does_not_hold(tmp_path: Path) -> None:
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, "a")
+    trainer = pl.Trainer(**QUIET | {"enable_checkpointing": True}, callbacks=[saver])
+    trainer.fit(Net(), datamodule=Data("here", Lock()))
+    with pytest.raises(TypeError, match="Data needs lock, which checkpoint .* does not hold; give them to"):
+        Data.load_from_checkpoint(tmp_path / "a.ckpt")
+
+
+def test_a_data_module_is_built_from_a_file_of_lightning(tmp_path: Path) -> None:
+    content = {"state_dict": {}, "datamodule_hyper_parameters": {"folder": "here", "size": 5}, "Data": {"seen": 9}}
+    torch.save(content, tmp_path / "l.ckpt")
+    again = Data.load_from_checkpoint(tmp_path / "l.ckpt")
+    assert (again.hparams.folder, again.hparams.size, again.seen) == ("here", 5, 9)
+
+
 def test_what_load_from_checkpoint_refuses(tmp_path: Path) -> None:
     path = saved(Part(config()), tmp_path)
     with pytest.raises(TypeError, match=r"^Part takes no argument 'mor'; did you mean 'more'\?$"):
         Part.load_from_checkpoint(path, mor=1)
-    with pytest.raises(TypeError, match="no argument 'hparams_file'; hyperparameters are in the checkpoint"):
-        Part.load_from_checkpoint(path, hparams_file="hparams.yaml")
+    save_hparams_to_yaml(tmp_path / "hparams.yaml", {"rate": 0.5})
+    with pytest.raises(TypeError, match="holds no argument of Part, which takes conf, more, lr; give what it holds as"):
+        Part.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.yaml")
     with pytest.raises(TypeError, match=r"load_from_checkpoint makes a new object .* call Part\.load_from_checkpoint"):
         Part(config()).load_from_checkpoint(path)
     with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
