@@ -59,6 +59,8 @@ The loop, with every hook in its place::
 from __future__ import annotations
 
 import math
+import os
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
 
     from lockstep import Module, Trainer
     from lockstep.callbacks._support.parameter_state import ParameterState
+    from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 
 
 class Callback:
@@ -225,6 +228,9 @@ class Logger(Callback):
     def log_graph(self, module: Module, example_input: Any) -> None:
         """Write the graph of `module` as traced on `example_input`."""
 
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        """A ModelCheckpoint has saved, as `best_k_models` and `last_model_path` of it show; called on rank 0."""
+
     def save(self) -> None:
         """Flush to disk."""
 
@@ -244,3 +250,12 @@ def check_number(
     kind = "a whole number" if whole else "a number"
     bound = "" if least == -math.inf else f" of at least {least:g}"
     raise ValueError(f"{name} of {owner} must be {kind}{bound}{', or None' if optional else ''}, got {value!r}")
+
+
+def check_local(name: str, folder: str | os.PathLike[str]) -> None:
+    """Raise ValueError for an address such as s3://bucket, which would be a folder of that name on this machine."""
+    if re.match(r"[A-Za-z][\w+.-]+:/", os.fspath(folder)):
+        raise ValueError(
+            f"{name} must be a folder, got the address {os.fspath(folder)!r}; mount it as a folder, or copy what a run "
+            "has written in on_fit_end of a callback"
+        )

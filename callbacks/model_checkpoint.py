@@ -117,8 +117,7 @@ class ModelCheckpoint(Callback):
         self.every_n_train_steps, self.every_n_epochs = every_n_train_steps, every_n_epochs
         self.train_time_interval = train_time_interval
         self.save_on_train_epoch_end = save_on_train_epoch_end
-        self.auto_insert_metric_name = auto_insert_metric_name
-        self.verbose = verbose
+        self.auto_insert_metric_name, self.verbose = auto_insert_metric_name, verbose
         self.best_k_models, self.last_model_path, self.current_score = {}, "", None
         self._metric: MonitoredMetric | None = None
         if monitor not in (None, "step", "epoch"):
@@ -284,6 +283,8 @@ class ModelCheckpoint(Callback):
         ranked = rank and self._save_ranked(trainer, self._score(trainer))
         if self.save_last and not ranked:
             trainer.save_checkpoint(self.last_model_path, weights_only=self.save_weights_only, wait=not self.async_save)
+        if ranked or self.save_last:
+            trainer._run.has_saved(self)
 
     def _save_ranked(self, trainer: Trainer, score: Tensor) -> bool:
         """Save the state, as `last` too, unless it is not among those to keep; whether it was."""
@@ -348,8 +349,7 @@ class ModelCheckpoint(Callback):
         return trainer.current_epoch - (is_over and trainer.current_epoch > 0)
 
     def _complain(self, trainer: Trainer) -> None:
-        problem = self._metric.overdue(trainer) if self._metric else None
-        if problem:
+        if self._metric and (problem := self._metric.overdue(trainer)):
             raise ValueError(problem)
 
     def _order(self, score: Tensor) -> tuple[bool, float]:

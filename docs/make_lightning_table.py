@@ -40,7 +40,8 @@ _TRAINER_OF_LIGHTNING = (
 DIFFERENT: Mapping[str, Mapping[str, str]] = {
     "Arguments of Trainer": {
         "barebones": "with `lockstep.lightning` what it turns off is turned off",
-        "default_root_dir": "`runs` by default; the working directory with `lockstep.lightning`",
+        "default_root_dir": "`runs` by default; the working directory with `lockstep.lightning`; no address such as "
+        "`s3://…`",
         "enable_autolog_hparams": "True is accepted by `lockstep.lightning`",
         "inference_mode": "evaluation runs under `no_grad`, which gives the same numbers, with True and False",
         "logger": "True is TensorBoard in `runs/<module>`; in `lightning_logs` with `lockstep.lightning`",
@@ -158,7 +159,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
     "Loggers": {
         "CSVLogger": "drops rows after the checkpoint that is resumed, and no file that is there; `experiment` is the "
         "logger itself; no `prefix`",
-        "Logger": "`after_save_checkpoint` is refused",
+        "Logger": "`after_save_checkpoint` is refused beside `async_save`",
         "MLFlowLogger": "`MLflowLogger`",
         "TensorBoardLogger": "hides values after the checkpoint that is resumed; has its file from the start of a run, "
         "or `save()` before it, in which what was logged before is written, and `hparams.yaml` if there are "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lockstep import callbacks
-from lockstep.callbacks.base import Callback, Logger
+from lockstep.callbacks.base import Callback, Logger, check_local
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.devices import device_count
 from lockstep.trainer import lightning_names
@@ -164,6 +164,7 @@ class TrainerArguments:
                 )
         if not isinstance(self.default_root_dir, str | os.PathLike):
             raise TypeError(f"default_root_dir must be a path, but default_root_dir={self.default_root_dir!r}")
+        check_local("default_root_dir", self.default_root_dir)
         object.__setattr__(self, "callbacks", given)
         object.__setattr__(self, "default_root_dir", os.path.expanduser(self.default_root_dir))
 

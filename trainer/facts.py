@@ -296,7 +296,7 @@ class Facts:
     @property
     def logger(self) -> Logger | None:
         """The first logger; in a `fast_dev_run` one that writes nothing."""
-        return next(iter(self._run.loggers), _Silent() if self._run.arguments.fast_dev_run else None)
+        return next(iter(self._run.loggers), SilentLogger() if self._run.arguments.fast_dev_run else None)
 
     @property
     def log_dir(self) -> str | None:
@@ -370,11 +370,17 @@ class ModuleFacts:
         return self._trainer.loggers if self._trainer is not None else []
 
 
-class _Silent(Logger):
+class SilentLogger(Logger):
     """Stands for the loggers in a `fast_dev_run`, so that user code that writes to one can be tried; does nothing."""
 
     @property
     def experiment(self) -> Any:
+        return self
+
+    def log_metrics(self, *args: Any, **options: Any) -> None: ...
+    def log_hyperparams(self, *args: Any, **options: Any) -> None: ...
+    def __setitem__(self, name: Any, value: Any) -> None: ...
+    def __getitem__(self, name: Any) -> SilentLogger:
         return self
 
     def __getattr__(self, name: str) -> Any:

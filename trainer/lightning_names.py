@@ -134,7 +134,6 @@ METHODS: Mapping[str, str] = {
 """Methods that Lightning calls on a module and Lockstep does not."""
 
 HOOKS: Mapping[str, str] = {
-    "after_save_checkpoint": "copy checkpoints in on_train_end of a callback",
     "on_batch_end": "call it on_train_batch_end",
     "on_batch_start": "call it on_train_batch_start",
     "on_configure_sharded_model": "call it setup",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.callbacks.base import check_number
+from lockstep.callbacks.base import check_local, check_number
 
 _PLACEHOLDER = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
@@ -29,6 +29,8 @@ def check_options(
     """Raise ValueError for options that are out of range or contradict each other."""
     if dirpath is not None and not isinstance(dirpath, str | os.PathLike):
         raise ValueError(f"dirpath of ModelCheckpoint must be a path, or None, got {dirpath!r}")
+    if dirpath is not None:
+        check_local("dirpath of ModelCheckpoint", dirpath)
     if mode not in ("min", "max"):
         raise ValueError(f"mode of ModelCheckpoint must be 'min' or 'max', got {mode!r}")
     if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:

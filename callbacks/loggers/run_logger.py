@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks._support.hparams import plain_params
 from lockstep.callbacks._support.null_writer import NullWriter
-from lockstep.callbacks.base import Logger
+from lockstep.callbacks.base import Logger, check_local
 
 if TYPE_CHECKING:
     from lockstep import Module, Trainer
@@ -27,6 +27,8 @@ class RunLogger(Logger):
     def __init__(
         self, save_dir: str | os.PathLike[str] | None = None, name: str | None = None, version: str | int | None = None
     ) -> None:
+        if save_dir is not None:
+            check_local(f"save_dir of {type(self).__name__}", save_dir)
         self.save_dir = None if save_dir is None else os.path.expanduser(save_dir)
         with suppress(AttributeError):  # a subclass may define them as properties
             self.name = name

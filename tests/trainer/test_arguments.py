@@ -77,6 +77,10 @@ def test_gpus_that_are_not_the_first_ones_are_refused(monkeypatch: pytest.Monkey
         ({"min_steps": 3, "max_steps": 2}, "min_steps=3 is more than max_steps=2"),
         ({"benchmark": True, "deterministic": True}, "benchmark=True .* deterministic=True"),
         ({"deterministic": "warm"}, "deterministic must be True, False or 'warn'"),
+        (
+            {"default_root_dir": "s3://bucket/runs"},
+            "default_root_dir must be a folder, got the address 's3://bucket/ru",
+        ),
         ({"limit_predict_batches": -1}, "limit_predict_batches must be"),
         ({"reload_dataloaders_every_n_epochs": -1}, "reload_dataloaders_every_n_epochs must be"),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep import callbacks
 from lockstep.callbacks._support.null_writer import NullWriter
+from lockstep.callbacks.base import check_local
 from lockstep.callbacks.loggers.run_logger import RunLogger
 from lockstep.trainer.lightning.utilities import rank_zero_only
 
@@ -209,6 +210,7 @@ class MLFlowLogger(callbacks.MLflowLogger):
 
 
 def _place(save_dir: str | os.PathLike[str], name: str | None) -> tuple[Path, str]:
+    check_local("save_dir of a logger", save_dir)
     folder = Path(save_dir).expanduser()
     if name:
         return folder, name

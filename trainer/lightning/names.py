@@ -56,7 +56,11 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         f"{OURS}.loggers": "CSVLogger MLFlowLogger TensorBoardLogger WandbLogger",
     },
     "pytorch.loggers.csv_logs": {f"{OURS}.loggers": "CSVLogger ExperimentWriter=CSVLogger"},
-    "pytorch.loggers.logger": {"callbacks": "Logger", f"{OURS}.loggers": "rank_zero_experiment"},
+    "pytorch.loggers.logger": {
+        "callbacks": "Logger",
+        "trainer.facts": "DummyExperiment=SilentLogger DummyLogger=SilentLogger",
+        f"{OURS}.loggers": "rank_zero_experiment",
+    },
     "pytorch.strategies": {
         "strategies": "Strategy ParallelStrategy=Strategy",
         f"{OURS}.strategies": "DDPStrategy FSDPStrategy DeepSpeedStrategy SingleDeviceStrategy",
@@ -131,7 +135,6 @@ REFUSED: Mapping[str, str] = {
     "CometLogger": _LOGGER,
     "LitLogger": _LOGGER,
     "NeptuneLogger": _LOGGER,
-    "DummyLogger": "give Trainer(logger=False)",
     "LightningArgumentParser": "write a YAML file and run `lockstep fit run.yaml` (docs/command-line.md)",
     "SaveConfigCallback": "every run's folder has its config (docs/command-line.md)",
     "ModelParallelStrategy": "give Trainer(strategy='fsdp=2,tensor=2'), whose sizes are the mesh (docs/strategies)",

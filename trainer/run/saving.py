@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lockstep.callbacks.base import check_local
 from lockstep.callbacks.guard import check_replicas
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.strategies.base import Topology
@@ -62,6 +63,7 @@ def save(
     """`Trainer.save_checkpoint`."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"save_checkpoint takes a path, but path={path!r}")
+    check_local("path of save_checkpoint", path)
     if run.module is None or not (run.final or (run.optimizers and run.active) or weights_only):
         raise RuntimeError(
             "save_checkpoint was called where this Trainer has no state of a fit; call it in a hook of fit, or once "

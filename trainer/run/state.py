@@ -265,6 +265,10 @@ class RunState:
     def finish_saving(self) -> None:
         saving.finish(self)
 
+    def has_saved(self, callback: ModelCheckpoint) -> None:
+        for logger in self.loggers if self.is_global_zero else ():
+            publish.guarded(self, logger, logger.after_save_checkpoint, callback)
+
     def is_checkpoint(self, path: str) -> bool:
         """Whether `path` is a committed checkpoint."""
         return store.is_checkpoint(os.path.expanduser(path))

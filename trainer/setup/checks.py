@@ -80,6 +80,12 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     savers = [item for item in run.callbacks if isinstance(item, callbacks.ModelCheckpoint)]
     root = run.arguments.default_root_dir
     roots = {str(start.place_of(run, item)[0].parent) for item in run.loggers}
+    for item in run.loggers if any(saver.async_save for saver in savers) else ():
+        if overrides(item, "after_save_checkpoint", callbacks.Logger):
+            raise ValueError(
+                f"after_save_checkpoint of {type(item).__name__} needs a checkpoint that is written, and "
+                "ModelCheckpoint(async_save=True) continues before it is; set async_save=False"
+            )
     for folder in roots | {str(item.dirpath or root) for item in savers}:
         writable(folder)
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.callbacks.base import check_local
 from lockstep.trainer.checkpoint import snapshot, store
 from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError, WeightsOnlyError
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
@@ -172,6 +173,7 @@ def place_of(run: RunState, logger: Logger) -> tuple[Path, str | int | None]:
         found = root / str(logger.name or default.name), version if isinstance(version, int | None) else str(version)
 
     publish.guarded(run, logger, read)
+    check_local(f"save_dir of {type(logger).__name__}", found[0])
     return found
 
 

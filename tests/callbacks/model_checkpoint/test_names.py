@@ -92,6 +92,7 @@ def test_verbose_says_what_was_saved(run: Callable[..., Run], capsys: pytest.Cap
         ({"train_time_interval": 5}, "must be a timedelta of at least 0, or None, got 5"),
         ({"train_time_interval": timedelta(seconds=-1)}, "must be a timedelta of at least 0"),
         ({"dirpath": 3}, "dirpath of ModelCheckpoint must be a path, or None, got 3"),
+        ({"dirpath": "s3://b/c"}, "dirpath of ModelCheckpoint must be a folder, got the address 's3://b/c'; mount it"),
         ({"filename": 3}, "filename of ModelCheckpoint must be a name that begins with no dot, got 3"),
         ({"filename": ".."}, "must be a name that begins with no dot"),
         ({"filename": "{epoch:zz}"}, "'zz'"),
