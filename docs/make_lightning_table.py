@@ -89,6 +89,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "load_from_checkpoint": "reads folders and `.ckpt` files of Lightning 1.0 and later; refuses arguments "
         "that `__init__` lacks; modules, classes and functions are given again; `hparams_file`, a YAML file, with "
         "`lockstep.lightning`",
+        "strict_loading": "with `lockstep.lightning`, in `load_from_checkpoint`; `fit` resumes whole checkpoints",
         "log": "a step's value is the mean since the previous one; values always span all ranks; in any hook of a run, "
         "an error outside of one; calls of one name in a step add to one mean; a metric named `step` is a metric",
         "log_dict": "as `log`",
@@ -135,7 +136,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "ModelCheckpoint": "a checkpoint is a folder, with `lockstep.lightning` of the name of Lightning's file; a `/` "
         "in a name becomes `_`; `save_last` is the same save under another name, once; without `monitor` the "
         "`save_top_k` newest are kept, in `best_k_models` too; a metric of training steps is there when steps are "
-        "logged; `format_checkpoint_name` is the name without folder and ending; NaN stays NaN; "
+        "logged; `format_checkpoint_name` is the name without folder and ending; NaN stays NaN, and of several the "
+        "newest are kept; "
         "a metric in `filename` that is missing is `nan`, not 0; "
         "`train_time_interval` is checked every `log_every_n_steps` steps; `save_on_exception` and placeholders "
         "in `CHECKPOINT_NAME_LAST` are refused",
@@ -158,12 +160,12 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
     },
     "Loggers": {
         "CSVLogger": "drops rows after the checkpoint that is resumed, and no file that is there; `experiment` is the "
-        "logger itself; no `prefix`",
+        "logger itself; `hparams.yaml` has plain data; no `prefix`",
         "Logger": "`after_save_checkpoint` is refused beside `async_save`",
         "MLFlowLogger": "`MLflowLogger`",
         "TensorBoardLogger": "hides values after the checkpoint that is resumed; has its file from the start of a run, "
-        "or `save()` before it, in which what was logged before is written, and `hparams.yaml` if there are "
-        "hyperparameters; no `prefix` and `sub_dir`",
+        "or `save()` before it, in which what was logged before is written, and `hparams.yaml`, of plain data, if "
+        "there are hyperparameters; no `prefix` and `sub_dir`",
         "WandbLogger": "a resumed run has each step once",
     },
 }

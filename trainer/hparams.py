@@ -61,7 +61,11 @@ class HyperParameters:
         return self.__dict__.get("_hparams_name")
 
     def save_hyperparameters(
-        self, *names: Any, ignore: str | list[str] | tuple[str, ...] | None = None, logger: bool = True
+        self,
+        *names: Any,
+        ignore: str | list[str] | tuple[str, ...] | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
     ) -> None:
         """Keep the arguments that `__init__` was called with, or those in `names`; call it in `__init__`.
 
@@ -69,10 +73,10 @@ class HyperParameters:
         is not kept, in later calls too (of a base class, or of a subclass), unless they ask for the argument by name.
         What is not JSON data or tensors, such as modules, functions, partials, types and objects of your own, stays in
         `hparams` but is not saved: `load_from_checkpoint` needs it as an argument. `logger` False keeps all out of the
-        loggers.
+        loggers. `frame` is that of the `__init__`, or of what it called; the caller's by default.
         """
-        frame = inspect.currentframe()
-        caller = frame.f_back if frame else None
+        own = inspect.currentframe()
+        caller = frame or (own.f_back if own else None)
         asked = {name for name in names if isinstance(name, str)}
         skipped = self.__dict__.setdefault("_hparams_ignored", set())
         skipped -= asked

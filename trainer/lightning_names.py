@@ -162,7 +162,6 @@ MODULE: Mapping[str, str] = {
     "hparams_initial": "copy self.hparams after save_hyperparameters",
     "on_gpu": "read self.device.type == 'cuda'",
     "running_stage": "read self.trainer.state.stage",
-    "strict_loading": "give load_from_checkpoint(strict=False)",
     "summarize": "add the callback ModelSummary",
     "to_tensorrt": "call torch_tensorrt on what to_torch_export returns",
     "to_torchscript": "call torch.jit.script or torch.jit.trace on layers, or to_torch_export",

@@ -363,7 +363,7 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
         cls: type[M],
         checkpoint_path: str | Path | BinaryIO,
         map_location: Any = None,
-        strict: bool = True,
+        strict: bool | None = True,
         weights_only: bool | None = None,
         **overrides: Any,
     ) -> M:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -28,6 +30,18 @@ class Derived(Base):
     def __init__(self, depth: int, loss: Any = None, width: int = 5) -> None:
         super().__init__(width, lr=0.2, extra=[1, 2])
         self.depth = depth
+
+
+def test_hyperparameters_of_a_frame() -> None:
+    class Outer(Module):
+        def __init__(self, a: int, b: int = 2) -> None:
+            super().__init__()
+            keep(self, inspect.currentframe())
+
+    def keep(module: Module, frame: FrameType | None) -> None:
+        module.save_hyperparameters(frame=frame, ignore="b")
+
+    assert Outer(1).hparams == {"a": 1}
 
 
 def test_save_hyperparameters_variants() -> None:

@@ -320,6 +320,13 @@ def name_in(loaded: Mapping[str, Any], prefix: str = "") -> str | None:
     return name if isinstance(name, str) and name != "kwargs" else None
 
 
+def device_of(map_location: Any) -> Any:
+    """The device that `map_location` means; what has been read is on the CPU."""
+    if callable(map_location):
+        return map_location(torch.UntypedStorage(0), "cpu").device
+    return map_location.get("cpu") if isinstance(map_location, Mapping) else map_location
+
+
 def _reason(error: pickle.UnpicklingError) -> str:
     """What torch's restricted unpickler refused, without its advice and colors."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))

@@ -342,22 +342,28 @@ def hyperparameters(run: RunState, module: Module, tensors: dict[str, TensorShar
 
 
 def load_module(
-    cls: Any, path: str | Path | BinaryIO, map_location: Any, strict: bool, overrides: dict[str, Any], trusts: bool
+    cls: Any,
+    path: str | Path | BinaryIO,
+    map_location: Any,
+    strict: bool | None,
+    overrides: dict[str, Any],
+    trusts: bool,
 ) -> Any:
-    """`Module.load_from_checkpoint`."""
+    """`Module.load_from_checkpoint`; with `strict` None the module's `strict_loading` decides, if it has one."""
     module, saved = _built(cls, path, overrides, trusts, "")
+    strict = getattr(module, "strict_loading", True) if strict is None else strict
     module.configure_model()
     if not isinstance(saved, Checkpoint):
         module.on_load_checkpoint(saved.content)
         with refused(saved.source):
             values = convert.values_in(saved.content)  # as the hook has left them
             module.load_state_dict(values, strict=strict)
-        return module.to(_device(map_location))
+        return module.to(convert.device_of(map_location))
     weights = weights_for((module.on_load_checkpoint,), saved)
     with refused(saved.path):
         frozen.check_module(weights, module)
         restore_model(module, weights, strict)
-    return module.to(_device(map_location))
+    return module.to(convert.device_of(map_location))
 
 
 def load_datamodule(cls: Any, path: str | Path | BinaryIO, overrides: dict[str, Any], trusts: bool) -> Any:
@@ -391,10 +397,3 @@ def _built(
             f"checkpoint {path} cannot be used: state.json has no valid hyperparameters; load another one"
         )
     return built(cls, hparams, name, unsaved, overrides, path), checkpoint
-
-
-def _device(map_location: Any) -> Any:
-    """The device that `map_location` means; what has been read is on the CPU."""
-    if callable(map_location):
-        return map_location(torch.UntypedStorage(0), "cpu").device
-    return map_location.get("cpu") if isinstance(map_location, Mapping) else map_location

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -36,7 +37,9 @@ class _OfClass(classmethod):
 
 
 def _read(hparams_file: Any, cls: Any) -> dict[str, Any]:
-    """What the file holds of the arguments of `cls`."""
+    """What the file, if there is one, holds of the arguments of `cls`."""
+    if hparams_file is None:
+        return {}
     takes = inspect.signature(cls).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     held = load_hparams_from_yaml(hparams_file, use_omegaconf=False)
@@ -49,20 +52,6 @@ def _read(hparams_file: Any, cls: Any) -> dict[str, Any]:
     return found
 
 
-class _Loadable:
-    """Mix-in of LightningModule and LightningDataModule, before ours."""
-
-    @_OfClass  # type: ignore[arg-type]
-    def load_from_checkpoint(
-        cls, checkpoint_path: Any, map_location: Any = None, hparams_file: Any = None, **options: Any
-    ) -> Any:
-        """As that of `lockstep.Module` and `lockstep.DataModule`; what `hparams_file`, a YAML file, holds of the
-        arguments of `__init__` replaces what the checkpoint does. Raises TypeError on an object."""
-        if hparams_file is not None:
-            options = _read(hparams_file, cls) | options
-        return super().load_from_checkpoint(checkpoint_path, map_location, **options)  # type: ignore[misc]
-
-
 class HyperparametersMixin(HyperParameters):
     """`save_hyperparameters` and `hparams`, which keeps what was saved apart from later changes."""
 
@@ -71,15 +60,19 @@ class HyperparametersMixin(HyperParameters):
         """`hparams` as `save_hyperparameters` has left them; what checkpoints do not hold is not copied."""
         return vars(self).get("_hparams_initial", Namespace())
 
-    def save_hyperparameters(self, *names: Any, ignore: Any = None, logger: bool = True) -> None:
-        super().save_hyperparameters(*names, ignore=ignore, logger=logger)
+    def save_hyperparameters(
+        self, *names: Any, ignore: Any = None, frame: FrameType | None = None, logger: bool = True
+    ) -> None:
+        super().save_hyperparameters(*names, ignore=ignore, frame=frame, logger=logger)
         vars(self)["_hparams_initial"] = Namespace(self.hparams | copy.deepcopy(self.saved_hparams))
 
 
-class LightningModule(HyperparametersMixin, _Loadable, Module):
+class LightningModule(HyperparametersMixin, Module):
     """`lockstep.Module`, whose hooks get a loss in a dict."""
 
     hooks_get_dicts = True
+    strict_loading = True
+    """What `strict` of `load_from_checkpoint` is unless it is given."""
 
     @property
     def trainer(self) -> Trainer:
@@ -89,6 +82,21 @@ class LightningModule(HyperparametersMixin, _Loadable, Module):
     @trainer.setter
     def trainer(self, trainer: Trainer) -> None:
         attach(self, trainer)
+
+    @_OfClass
+    def load_from_checkpoint(
+        cls: Any,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """As that of `lockstep.Module`; what `hparams_file`, a YAML file, holds of the arguments of `__init__` replaces
+        what the checkpoint does. Raises TypeError on an object."""
+        arguments = _read(hparams_file, cls) | arguments
+        return super().load_from_checkpoint(checkpoint_path, map_location, strict, weights_only, **arguments)
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
@@ -100,8 +108,21 @@ class LightningModule(HyperparametersMixin, _Loadable, Module):
             self.untoggle_optimizer(optimizer)
 
 
-class LightningDataModule(HyperparametersMixin, _Loadable, DataModule):
+class LightningDataModule(HyperparametersMixin, DataModule):
     """`lockstep.DataModule`."""
+
+    @_OfClass
+    def load_from_checkpoint(
+        cls: Any,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        weights_only: bool | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """As that of `lockstep.DataModule`, with `hparams_file` as a module's."""
+        arguments = _read(hparams_file, cls) | arguments
+        return super().load_from_checkpoint(checkpoint_path, map_location, weights_only, **arguments)
 
     @classmethod
     def from_datasets(

@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 import lockstep.lightning.pytorch as pl
+from lockstep import CheckpointError
 from lockstep.lightning.pytorch.core.mixins import HyperparametersMixin
 from lockstep.lightning.pytorch.core.saving import load_hparams_from_yaml, save_hparams_to_yaml
 from lockstep.lightning.pytorch.utilities import AttributeDict
@@ -84,6 +85,21 @@ def test_hyperparameters_in_a_file_replace_those_of_a_checkpoint(tmp_path: Path)
     again = Part.load_from_checkpoint(path, hparams_file=file)
     assert (again.hparams.lr, again.hparams.more, again.hparams.conf.net.width) == (0.5, "RED", 3)
     assert Part.load_from_checkpoint(path, hparams_file=file, lr=0.25).hparams.lr == 0.25
+
+
+class Wider(Part):
+    def __init__(self, conf: Any, more: Any = None, lr: float = 0.1) -> None:
+        super().__init__(conf, more, lr)
+        self.extra = torch.nn.Linear(2, 2)
+        self.strict_loading = more != "loose"
+
+
+def test_a_module_says_whether_it_is_loaded_strictly(tmp_path: Path) -> None:
+    path = saved(Part(config()), tmp_path)
+    assert Wider.load_from_checkpoint(path, more="loose").hparams.more == "loose"
+    with pytest.raises(CheckpointError, match="extra"):
+        Wider.load_from_checkpoint(path, lr=0.1)
+    assert Wider.load_from_checkpoint(path, "cpu", None, False).hparams.lr == 0.1
 
 
 class Data(pl.LightningDataModule):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,31 @@ def _(pl: Any, folder: Path) -> Any:
     sampler.epochs = []
     fit(pl, classifier(pl)(), val=DataLoader(data(8), 4, sampler=sampler), max_epochs=2)
     return set(sampler.epochs)
+
+
+@differs("`set_epoch` of a sampler in training", [0, 1], [0, 0, 1, 1])
+def _(pl: Any, folder: Path) -> Any:
+    sampler = Ordered(range(8))
+    sampler.epochs = []
+    fit(pl, classifier(pl)(), DataLoader(data(8), 4, sampler=sampler), max_epochs=2)
+    return sampler.epochs
+
+
+@differs("`set_epoch` of a loader other than a DataLoader", [], [0, 1])
+def _(pl: Any, folder: Path) -> Any:
+    class Own:
+        def __init__(self) -> None:
+            self.epochs: list[int] = []
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(loader(8))
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    batches = Own()
+    fit(pl, classifier(pl)(), batches, max_epochs=2)
+    return batches.epochs
 
 
 @differs("`reload_dataloaders_every_n_epochs`", 4, "ValueError")

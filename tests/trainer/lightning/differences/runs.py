@@ -109,6 +109,17 @@ def _(pl: Any, folder: Path) -> Any:
     return epochs
 
 
+@differs("other options in `configure_optimizers` of a resumed run, such as `lr`", 0.1, "CheckpointError")
+def _(pl: Any, folder: Path) -> Any:
+    fit(pl, classifier(pl)()).save_checkpoint(folder / "x.ckpt")
+
+    def rate() -> float:
+        trainer = fit(pl, classifier(pl)(lr=0.5), ckpt_path=folder / "x.ckpt", max_epochs=2)
+        return trainer.optimizers[0].param_groups[0]["lr"]
+
+    return seen(rate)
+
+
 @differs("the validation before training of a resumed run", 2, 0)
 def _(pl: Any, folder: Path) -> Any:
     seen_: list[bool] = []
