@@ -160,6 +160,9 @@ class _Pickler(cloudpickle.Pickler):
             state = plain.__getstate__(obj) if own else dict(vars(obj))  # type: ignore[call-arg]
             return _new, (plain,), state, None, None, _set_parametrized
         made = super().reducer_override(obj)
+        by_name = isinstance(obj, type) or type(obj) in self.dispatch_table
+        if made is NotImplemented and not by_name and _forwards(type(obj)):
+            return *obj.__reduce_ex__(5), _set_state
         # cloudpickle leaves behind where a class was defined, by which callbacks find their state.
         if isinstance(obj, type) and isinstance(made, tuple) and len(made) > 2:
             made[2][0]["__qualname__"] = obj.__qualname__
@@ -182,6 +185,22 @@ def _hooks_of(tensor: torch.Tensor) -> dict[str, Any]:
 def _set_hooks(tensor: torch.Tensor, hooks: dict[str, Any]) -> None:
     for name, found in hooks.items():
         setattr(tensor, name, found)
+
+
+def _forwards(cls: Any) -> bool:
+    """Whether to give objects of a class their state without asking them for `__setstate__`: a `__getattr__` that hands
+    on to an attribute, which is not there yet, would call itself without end."""
+    plain = cls.__reduce_ex__ is object.__reduce_ex__ and cls.__reduce__ is object.__reduce__
+    return plain and hasattr(cls, "__getattr__") and not hasattr(cls, "__setstate__")
+
+
+def _set_state(value: Any, state: Any) -> None:
+    """As pickle does it."""
+    held, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    if held:
+        object.__getattribute__(value, "__dict__").update(held)
+    for name, item in (slots or {}).items():
+        setattr(value, name, item)
 
 
 def _new(cls: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,31 @@ def test_what_stays_of_a_result_keeps_nothing_else_in_memory() -> None:
 def contains(line: str, address: int) -> bool:
     low, high = (int(bound, 16) for bound in line.split()[0].split("-"))
     return low <= address < high
+
+
+class Forwards:
+    __slots__ = ("__dict__", "more")
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.more = inner, 3
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Entries(dict[str, int]):
+    def __getattr__(self, name: str) -> int:
+        return self[name]
+
+
+def test_objects_that_hand_on_their_attributes_travel() -> None:
+    sent = Forwards(Forwards([1, 2]))
+    arrived = through(sent)
+    assert (arrived.inner.inner, arrived.more, arrived.index(2)) == ([1, 2], 3, 1)
+    entries = Entries(a=1)
+    vars(entries)["b"] = 2
+    assert through(HTTPStatus) is HTTPStatus  # a class whose own class has __getattr__
+    assert through(entries).a == 1 and vars(through(entries)) == {"b": 2}
 
 
 def test_functions_without_a_name_travel() -> None:
