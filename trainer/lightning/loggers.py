@@ -140,6 +140,13 @@ class CSVLogger(_WithFolder, callbacks.CSVLogger):
         _refuse("CSVLogger", {"prefix": prefix})
         super().__init__(folder, name=name, version=version, flush_every=flush_logs_every_n_steps)
 
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Without a run, and without a step, that is the number of the row."""
+        super().log_metrics(metrics, self._num_rows if step is None and self._trainer is None else step)
+
+    def log_hparams(self, params: dict[str, Any]) -> None:
+        self.log_hyperparams(params)
+
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows that are not written yet."""

@@ -142,6 +142,15 @@ def test_a_logger_writes_without_a_run_at_save(kind: type, tmp_path: Path) -> No
         assert rows[1].startswith("900,7.0,") and len(rows) > 3 and logger.metrics == []
 
 
+def test_rows_without_a_run_are_counted(tmp_path: Path) -> None:
+    writer = loggers.CSVLogger(tmp_path).experiment
+    writer.log_hparams({"rate": 0.5})
+    for step in (None, None, 9):
+        writer.log_metrics({"a": 1.0}, step)
+    writer.save()
+    assert Path(writer.metrics_file_path).read_text().split() == ["step,a", "0,1.0", "1,1.0", "9,1.0"]
+
+
 def test_what_the_writer_of_a_logger_got_before_a_run_is_shown(tmp_path: Path) -> None:
     logger = loggers.TensorBoardLogger(tmp_path, "mine")
     logger.log_metrics({"held": 8.0}, 4)

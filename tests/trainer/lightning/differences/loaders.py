@@ -72,6 +72,16 @@ def _(pl: Any, folder: Path) -> Any:
     return set(sampler.epochs)
 
 
+class Short(DataLoader):
+    def __len__(self) -> int:
+        return 1
+
+
+@differs("a loader, dataset or sampler whose `__len__` is less than what it yields", 1, 4)
+def _(pl: Any, folder: Path) -> Any:
+    return fit(pl, classifier(pl)(), Short(data(16), 4)).global_step
+
+
 @differs("`set_epoch` of a sampler in training", [0, 1], [0, 0, 1, 1])
 def _(pl: Any, folder: Path) -> Any:
     sampler = Ordered(range(8))

@@ -19,6 +19,14 @@ def _(pl: Any, folder: Path) -> Any:
     return sorted({row["step"] for row in rows(folder) if row["train_loss_step"]})
 
 
+@differs("a logger that two Trainers are given", ["version_0"], ["version_0", "version_1"])
+def _(pl: Any, folder: Path) -> Any:
+    logger = part(pl, "loggers").CSVLogger(folder, "name")
+    for _ in range(2):
+        fit(pl, classifier(pl)(), logger=logger)
+    return sorted(path.name for path in (folder / "name").iterdir())
+
+
 @differs("values of steps", 1, 2)
 def _(pl: Any, folder: Path) -> Any:
     fit(pl, classifier(pl)(), loader(12), logger=part(pl, "loggers").CSVLogger(folder), log_every_n_steps=2)
