@@ -187,7 +187,7 @@ class ModelCheckpoint(Callback):
         self._fitting = stage == "fit" and not trainer.arguments.fast_dev_run
         if not self._fitting:
             return
-        before, folder = self.dirpath, trainer.log_dir or trainer.arguments.default_root_dir
+        before, folder = self.dirpath, trainer._run.log_dir or trainer.arguments.default_root_dir
         self.dirpath = self._given_dirpath or os.path.abspath(os.path.join(folder, "checkpoints"))
         self._moved_from = self._moved_from or (None if before == self.dirpath else before)
         if trainer.is_global_zero:

@@ -160,12 +160,12 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
     },
     "Loggers": {
         "CSVLogger": "drops rows after the checkpoint that is resumed, and no file that is there; `experiment` is the "
-        "logger itself; `hparams.yaml` has plain data; no `prefix`",
+        "logger itself; `hparams.yaml` has plain data",
         "Logger": "`after_save_checkpoint` is refused beside `async_save`",
         "MLFlowLogger": "`MLflowLogger`",
         "TensorBoardLogger": "hides values after the checkpoint that is resumed; has its file from the start of a run, "
         "or `save()` before it, in which what was logged before is written, and `hparams.yaml`, of plain data, if "
-        "there are hyperparameters; no `prefix` and `sub_dir`",
+        "there are hyperparameters",
         "WandbLogger": "a resumed run has each step once",
     },
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep import callbacks
 from lockstep.callbacks._support.null_writer import NullWriter
-from lockstep.callbacks.base import check_local
+from lockstep.callbacks.base import Logger, check_local
 from lockstep.callbacks.loggers.run_logger import RunLogger
 from lockstep.trainer.lightning.utilities import rank_zero_only
 
@@ -25,7 +25,19 @@ def rank_zero_experiment(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return experiment
 
 
-class _WithFolder(RunLogger):
+class _WithPrefix(Logger):
+    """Begins the names of metrics with `prefix`."""
+
+    prefix = ""
+    LOGGER_JOIN_CHAR = "-"
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if self.prefix:
+            metrics = {f"{self.prefix}{self.LOGGER_JOIN_CHAR}{name}": value for name, value in metrics.items()}
+        super().log_metrics(metrics, step)
+
+
+class _WithFolder(_WithPrefix, RunLogger):
     """Has its version and folder when they are first asked for, also before a run."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -55,15 +67,17 @@ class _WithFolder(RunLogger):
     @property
     def log_dir(self) -> str:
         """The folder of the run; before there is one, that of `version`."""
-        if self.run_dir is not None:
-            return self.run_dir
-        version = self.version
-        return str(self._runs / (f"version_{version}" if isinstance(version, int) else version))
+        folder, version = self.run_dir, self.version
+        if folder is None:
+            folder = str(self._runs / (f"version_{version}" if isinstance(version, int) else version))
+        return os.path.join(folder, self.sub_dir) if self.sub_dir else folder
 
     @log_dir.setter
     def log_dir(self, folder: str | None) -> None:
         self.run_dir = folder
 
+    sub_dir: str | None = None
+    """Where the logger writes below the folder of the run."""
     _version: str | int | None = None
     took_version = False
     """Whether no version was given, and `version` has taken one."""
@@ -74,14 +88,14 @@ class _WithFolder(RunLogger):
 
     @property
     def root_dir(self) -> str:
-        return str(Path(self.log_dir).parent)
+        return str(self._runs if self.run_dir is None else Path(self.run_dir).parent)
 
 
 class TensorBoardLogger(_WithFolder, callbacks.TensorBoardLogger):
     """`lockstep.callbacks.TensorBoardLogger` in `<save_dir>/<name>/version_<N>`; without a name in `save_dir` itself.
     `save()` writes before a run, too.
 
-    Raises TypeError for `prefix`, `sub_dir` and options of the SummaryWriter other than `flush_secs`.
+    Raises TypeError for options of the SummaryWriter other than `flush_secs`.
     """
 
     def __init__(
@@ -91,9 +105,11 @@ class TensorBoardLogger(_WithFolder, callbacks.TensorBoardLogger):
         version: int | str | None = None,
         log_graph: bool = False,
         default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
-        folder, name = _place(save_dir, name)
+        folder, name = _place(os.path.expandvars(save_dir), name)
         flush_secs = options.pop("flush_secs", 10.0)
         _refuse("TensorBoardLogger", options)
         super().__init__(
@@ -104,6 +120,7 @@ class TensorBoardLogger(_WithFolder, callbacks.TensorBoardLogger):
             default_hp_metric=default_hp_metric,
             flush_secs=flush_secs,
         )
+        self.prefix, self.sub_dir = prefix, None if sub_dir is None else os.fspath(sub_dir)
 
     NAME_HPARAMS_FILE = "hparams.yaml"
 
@@ -120,10 +137,7 @@ class TensorBoardLogger(_WithFolder, callbacks.TensorBoardLogger):
 
 class CSVLogger(_WithFolder, callbacks.CSVLogger):
     """`lockstep.callbacks.CSVLogger` in `<save_dir>/<name>/version_<N>`; without a name in `save_dir` itself. Before a
-    run it writes too, at `save()` and after as many rows as it collects.
-
-    Raises TypeError for `prefix`.
-    """
+    run it writes too, at `save()` and after as many rows as it collects."""
 
     NAME_METRICS_FILE = "metrics.csv"
     NAME_HPARAMS_FILE = "hparams.yaml"
@@ -137,8 +151,8 @@ class CSVLogger(_WithFolder, callbacks.CSVLogger):
         flush_logs_every_n_steps: int = 100,
     ) -> None:
         folder, name = _place(save_dir, name)
-        _refuse("CSVLogger", {"prefix": prefix})
         super().__init__(folder, name=name, version=version, flush_every=flush_logs_every_n_steps)
+        self.prefix = prefix
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Without a run, and without a step, that is the number of the row."""
@@ -162,10 +176,10 @@ class CSVLogger(_WithFolder, callbacks.CSVLogger):
         return self._hparams
 
 
-class WandbLogger(callbacks.WandbLogger):
+class WandbLogger(_WithPrefix, callbacks.WandbLogger):
     """`lockstep.callbacks.WandbLogger`; `name` is the run's in W&B. Other keywords go to `wandb.init`.
 
-    Raises TypeError for `experiment`, `log_model`, `prefix` and `checkpoint_name`.
+    Raises TypeError for `experiment`, `log_model` and `checkpoint_name`.
     """
 
     def __init__(
@@ -184,17 +198,18 @@ class WandbLogger(callbacks.WandbLogger):
         checkpoint_name: str | None = None,
         **options: Any,
     ) -> None:
-        given = {"experiment": experiment, "log_model": log_model, "prefix": prefix, "checkpoint_name": checkpoint_name}
+        given = {"experiment": experiment, "log_model": log_model, "checkpoint_name": checkpoint_name}
         _refuse("WandbLogger", given)
         if offline:
             options["mode"] = "offline"
         super().__init__(dir or save_dir, project=project, id=id or version, **options)
+        self.prefix = prefix
         if name is not None:
             self.options["name"] = name
 
 
-class MLFlowLogger(callbacks.MLflowLogger):
-    """`lockstep.callbacks.MLflowLogger`. Raises TypeError for `log_model`, `prefix` and `artifact_location`."""
+class MLFlowLogger(_WithPrefix, callbacks.MLflowLogger):
+    """`lockstep.callbacks.MLflowLogger`. Raises TypeError for `log_model` and `artifact_location`."""
 
     def __init__(
         self,
@@ -209,11 +224,12 @@ class MLFlowLogger(callbacks.MLflowLogger):
         run_id: str | None = None,
         synchronous: bool | None = None,
     ) -> None:
-        _refuse("MLFlowLogger", {"log_model": log_model, "prefix": prefix, "artifact_location": artifact_location})
+        _refuse("MLFlowLogger", {"log_model": log_model, "artifact_location": artifact_location})
         names = {} if run_name is None else {"mlflow.runName": run_name}
         super().__init__(
             save_dir, name=experiment_name, tracking_uri=tracking_uri, run_id=run_id, tags=(tags or {}) | names
         )
+        self.prefix = prefix
 
 
 def _place(save_dir: str | os.PathLike[str], name: str | None) -> tuple[Path, str]:
@@ -229,6 +245,6 @@ def _refuse(logger: str, options: dict[str, Any]) -> None:
     for name, value in options.items():
         if value:
             raise TypeError(
-                f"{logger} has no argument {name!r}; write prefixes into the names that you log, and upload saved "
-                "checkpoints in a callback"
+                f"{logger} has no argument {name!r}; upload saved checkpoints in after_save_checkpoint of a logger "
+                "of your own"
             )

@@ -94,9 +94,8 @@ class Trainer(_Trainer):
     @property
     def log_dir(self) -> str | None:
         """Folder of the run, before it that of the first logger; `default_root_dir` without a logger."""
-        if super().log_dir is not None:
-            return super().log_dir
-        return self.loggers[0].log_dir if self.loggers else str(self.arguments.default_root_dir)
+        own = super().log_dir
+        return (self.loggers[0].log_dir or own) if self.loggers else own or str(self.arguments.default_root_dir)
 
     @property
     def num_sanity_val_steps(self) -> int | float:

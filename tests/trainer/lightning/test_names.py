@@ -142,6 +142,29 @@ def test_a_logger_writes_without_a_run_at_save(kind: type, tmp_path: Path) -> No
         assert rows[1].startswith("900,7.0,") and len(rows) > 3 and logger.metrics == []
 
 
+def test_a_logger_writes_below_the_folder_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGS", str(tmp_path))
+    logger = loggers.TensorBoardLogger("$LOGS/all", "mine", prefix="a", sub_dir="events")
+    trainer = L.Trainer(**QUIET | {"logger": logger, "enable_checkpointing": True}, max_epochs=1)
+    folder = tmp_path / "all" / "mine" / "version_0"
+    assert trainer.log_dir == str(folder / "events") and logger.root_dir == str(folder.parent)
+    trainer.fit(classifier(pl)(), loader())
+    assert trainer.log_dir == logger.log_dir == str(folder / "events") and logger.root_dir == str(folder.parent)
+    assert trainer.checkpoint_callback.best_model_path.startswith(str(folder / "checkpoints"))
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    assert "a-train_loss_epoch" in events.Tags()["scalars"]
+    second = L.Trainer(**QUIET | {"logger": logger, "enable_checkpointing": True}, max_epochs=2)
+    assert second.fit(classifier(pl)(), loader(), ckpt_path=trainer.checkpoint_callback.best_model_path) is None
+
+
+def test_the_names_of_metrics_begin_with_a_prefix(tmp_path: Path) -> None:
+    logger = loggers.CSVLogger(tmp_path, prefix="a")
+    L.Trainer(**QUIET | {"logger": logger}, max_epochs=1).fit(classifier(pl)(), loader())
+    columns = Path(logger.metrics_file_path).read_text().partition("\n")[0].split(",")
+    assert columns == ["step", "a-epoch", "a-train_loss_step", "a-train_loss_epoch"]
+
+
 def test_rows_without_a_run_are_counted(tmp_path: Path) -> None:
     writer = loggers.CSVLogger(tmp_path).experiment
     writer.log_hparams({"rate": 0.5})
