@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks._support.files import replacing
@@ -47,7 +47,9 @@ class CSVLogger(RunLogger):
         self._num_rows = 0  # logged so far
         self._num_valid_rows: int | None = None  # of the file, as the checkpoint says that is resumed
         self._rows: list[dict[str, Any]] = []  # not yet in the file
-        self._num_before = 0  # the last rows of the file that were written before a run, of whatever steps
+        self._num_before = 0  # the last rows of the file, written before a run, that may be of any steps
+        self._num_held = 0  # rows that were not yet in the file as the run began
+        self._before = range(0)  # where they are in the file, once the run has written
         self._columns: list[str] | None = None  # of the file; None: not known, read it
 
     @property
@@ -64,14 +66,18 @@ class CSVLogger(RunLogger):
         return f"CSVLogger[save_dir={self.save_dir}, name={self.name}]"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": self._num_rows}
+        before = self._before or range(self._num_rows - self._num_before, self._num_rows)
+        return {"rows": self._num_rows, "before": [before.start, before.stop]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._num_rows = self._num_valid_rows = int(state_dict["rows"])
+        self._before = range(*state_dict.get("before", (0, 0)))
+        if self._before:  # what this process has logged before the run is there
+            self._rows = []
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # The disk is touched only by what the Trainer calls behind its error boundary.
-        self._last_valid_step = trainer.global_step
+        self._last_valid_step, self._num_held = trainer.global_step, len(self._rows)
         self._columns = None
 
     def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
@@ -96,8 +102,11 @@ class CSVLogger(RunLogger):
         if not self._rows:
             return
         rows, self._rows = self._rows, []
+        self._write(rows)
         if self.run_dir is None:
             self._num_before += len(rows)
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
         new = {key: None for row in rows for key in row}
         if self._columns is None or not new.keys() <= set(self._columns):
             self._rewrite(rows)
@@ -110,7 +119,9 @@ class CSVLogger(RunLogger):
             raise
 
     def forget_held(self) -> None:
-        self._rows = []
+        first = self._num_rows - len(self._rows) - self._num_before
+        self._before = self._before or range(first, self._num_rows)
+        self._rows, self._num_before = [], 0
 
     def finalize(self, status: str) -> None:
         self.save()
@@ -118,17 +129,21 @@ class CSVLogger(RunLogger):
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         """Write the valid rows of the file, then `rows`, with the columns of all, as one rename."""
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        last_valid, num_valid = self._last_valid_step, self._num_valid_rows
-        kept: Sequence[Mapping[str, Any]] = []
+        last_valid, whole = self._last_valid_step, list[dict[str | Any, Any]]()
         if os.path.exists(self.path):
             with open(self.path, newline="", encoding="utf-8") as file:
                 whole = list(filter(_is_whole, csv.DictReader(file)))
-            first = len(whole) - self._num_before
-            kept = [
-                row for i, row in enumerate(whole) if last_valid is None or int(row["step"]) <= last_valid or i >= first
-            ][:num_valid]
+        before = {*self._before, *range(len(whole) - self._num_before, len(whole))}
+        valid = [
+            i for i, row in enumerate(whole) if last_valid is None or int(row["step"]) <= last_valid or i in before
+        ]
+        valid = valid[: self._num_valid_rows]
+        kept: list[Mapping[str, Any]] = [whole[i] for i in valid]
         if self.run_dir is not None:
-            self._num_before = 0
+            places = [n for n, i in enumerate(valid) if i in before]
+            first = places[0] if places else len(kept)
+            self._before = range(first, first + len(places) + self._num_held)
+            self._num_before = self._num_held = 0
         everything = [*kept, *rows]
         columns = list({"step": None} | {key: None for row in everything for key in row})
         with replacing(self.path, durable=True) as file:

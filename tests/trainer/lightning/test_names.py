@@ -142,6 +142,32 @@ def test_a_logger_writes_without_a_run_at_save(kind: type, tmp_path: Path) -> No
         assert rows[1].startswith("900,7.0,") and len(rows) > 3 and logger.metrics == []
 
 
+class Dies(L.Callback):
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 5:
+            raise KeyError("killed")
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_resumed_run_has_what_was_written_before_it_once(saves: bool, tmp_path: Path) -> None:
+    def rows(name: str, callbacks: list[Any], ckpt_path: Any = None) -> str:
+        logger = loggers.CSVLogger(tmp_path, name, version=0)
+        logger.log_metrics({"alone": 7.0}, 900)
+        if saves:
+            logger.save()
+        logger.log_metrics({"alone": 8.0}, 800)
+        saver = model_checkpoint.ModelCheckpoint(tmp_path / name, "{step}", every_n_train_steps=4, save_top_k=-1)
+        options = QUIET | {"logger": logger, "enable_checkpointing": True, "callbacks": [saver, *callbacks]}
+        trainer = L.Trainer(**options, max_epochs=2, log_every_n_steps=1)
+        trainer.fit(classifier(pl)(), loader(), ckpt_path=ckpt_path)
+        return Path(logger.metrics_file_path).read_text()
+
+    with pytest.raises(KeyError, match="killed"):
+        rows("killed", [Dies()])
+    resumed = rows("killed", [], tmp_path / "killed" / "step=4.ckpt")
+    assert resumed == rows("whole", []) and resumed.count("900,7.0") == 1
+
+
 def test_a_logger_writes_below_the_folder_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGS", str(tmp_path))
     logger = loggers.TensorBoardLogger("$LOGS/all", "mine", prefix="a", sub_dir="events")
@@ -199,9 +225,9 @@ def test_a_logger_that_does_nothing(tmp_path: Path) -> None:
 def test_what_was_logged_before_a_run_is_written_once(strategy: str, tmp_path: Path) -> None:
     logger = loggers.CSVLogger(tmp_path, "mine")
     assert logger.log_dir
-    logger.log_metrics({"saved": 7.0}, 2)
+    logger.log_metrics({"saved": 7.0}, 700)
     logger.save()
-    logger.log_metrics({"held": 8.0}, 3)
+    logger.log_metrics({"held": 8.0}, 800)
     options = QUIET | {"logger": logger, "strategy": strategy, "devices": 1 if strategy == "auto" else 2}
     with pytest.raises(ValueError, match="ckpt_path='last' looks for the newest version, but logger.log_dir was read"):
         L.Trainer(**options, max_epochs=1).fit(classifier(pl)(), loader(), ckpt_path="last")
@@ -210,6 +236,7 @@ def test_what_was_logged_before_a_run_is_written_once(strategy: str, tmp_path: P
     trainer.max_epochs = 2
     trainer.fit(classifier(pl)(), loader())
     (file,) = tmp_path.rglob("metrics.csv")
+    assert [line[:7] for line in file.read_text().splitlines()[1:3]] == ["700,7.0", "800,,8."]
     assert (file.read_text().count("7.0"), file.read_text().count("8.0")) == (1, 1)
 
 
