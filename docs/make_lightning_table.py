@@ -79,6 +79,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
     },
     "Methods, hooks and attributes of LightningModule": {
         "all_gather": "no gradient flows",
+        "backward": "called in automatic optimization; refused if the engine of a strategy owns the backward (`dp`, "
+        "`pipeline`, DeepSpeed, `federated`, `parameter_server`)",
         "hparams_initial": "with `lockstep.lightning`",
         "clip_gradients": "clips by what it is given, whatever the Trainer's `gradient_clip_val` is",
         "configure_optimizers": "None only in manual optimization; also a dict of optimizers by name, each with its "

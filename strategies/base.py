@@ -136,21 +136,19 @@ class Capabilities:
     "compile", "parameter_state" of callbacks, a precision, a user's method), and why: a sentence, raised when asked."""
 
 
-def _no_scope(num_samples: int) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 class StepHooks(NamedTuple):
     """What a caller of `Strategy.forward_backward` hangs into a step. All are optional."""
 
     vote: Callable[[], StepVote] = StepVote
     """Called after the last forward; the votes of all ranks are exchanged during the last backward."""
-    log_scope: Callable[[int], AbstractContextManager[Any]] = _no_scope
+    log_scope: Callable[[int], AbstractContextManager[Any]] = lambda num_samples: nullcontext()
     """A strategy that runs the step on parts of a micro-batch does so within `log_scope(number of samples)`, in any
     thread; the caller weights by it what the step logs. What is logged within `log_scope(0)` does not count: the step
     runs on these samples a second time, or on another rank. Entering it may give the list of what is logged."""
     before_backward: Callable[[Tensor], None] | None = None
     """Called with each loss, as the step returned it."""
+    backward: Callable[[Tensor], Any] | None = None
+    """Runs backward from the loss that the step returned, in place of the strategy, which weights it."""
     after_backward: Callable[[], None] | None = None
     """Called after each backward; after the last one with the gradients that the optimizer gets."""
     after_loss: Callable[[], None] | None = None

@@ -18,7 +18,7 @@ from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, St
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.devices import move
 from lockstep.strategies.launch import fault_injection
-from lockstep.strategies.losses import detach, split_loss, trained
+from lockstep.strategies.losses import Weighted, backward_by, detach, split_loss, trained
 from lockstep.strategies.manual import ManualOptimization
 from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
@@ -106,18 +106,18 @@ class SPMDStep(ManualOptimization):
                         self._send(send, count, weighted * (count if alone else window.num_samples))
             if fault_injection.plan is not None:
                 fault_injection.fault("backward")
-            for j, (value, inputs, returned) in enumerate(losses):
-                more = j < len(losses) - 1
+            for more, (value, inputs, returned, share) in zip(range(len(losses) - 1, -1, -1), losses, strict=True):
                 if hooks.before_backward is not None:
                     hooks.before_backward(returned)
-                if inputs is None or inputs:
-                    (value if scaler is None else scaler.scale(value)).backward(retain_graph=more, inputs=inputs)
+                if hooks.backward is not None and inputs != []:
+                    backward_by(hooks.backward, returned, share, inputs, scaler, more > 0, self._in_group)
+                elif inputs is None or inputs:
+                    (value if scaler is None else scaler.scale(value)).backward(retain_graph=more > 0, inputs=inputs)
                 if hooks.after_loss is not None:
                     hooks.after_loss()
                 if hooks.after_backward is not None and (i < last or more):
                     hooks.after_backward()
-        if counting is not None:  # the host waits for the forward, while the device has the backward to do
-            count = counting()
+        count = count if counting is None else counting()  # the host waits for the forward, the device runs backward
         if self._agreement is None:
             loss = weighted * (1 if alone else window.num_samples / count) if count and self._on_cpu else None
             bad = None if math.isfinite(weighted) or not self._on_cpu else "the loss of rank 0"
@@ -329,7 +329,7 @@ class SPMDStep(ManualOptimization):
         """Loss scaling steps `optimizer`. One that gets `found_inf` may skip the step by itself, on the device."""
         found = getattr(optimizer, "found_inf", None)
         if found is None:
-            self._skipped = _nothing
+            self._skipped = lambda: None
             return
         if self._steps_on_host:  # torch would copy it beside the host, which reads it at once
             found = optimizer.found_inf = found.cpu()
@@ -342,14 +342,13 @@ def weighted_losses(
     scale: float | None,
     parameters: Mapping[str, Sequence[nn.Parameter]] | None,
     reads_counts: bool = True,
-) -> tuple[list[tuple[Tensor, Sequence[nn.Parameter] | None, Tensor]], Any]:
-    """What to run backward from, as (loss times its weight, parameters that it moves or None for all, the loss that the
-    step returned), and what it counts.
+) -> tuple[list[Weighted], Any]:
+    """What to run backward from, and what it counts.
 
     `scale` turns a sum into this rank's part of the global mean; None means that the micro-batch is the
     whole of it. Without `reads_counts` a count that is a tensor stays one, on its device, in float64.
     """
-    losses: list[tuple[Tensor, Sequence[nn.Parameter] | None, Tensor]]
+    losses: list[Weighted]
     count: Any
     weight: Any
     if parameters and isinstance(output, Mapping) and "loss" not in output:
@@ -363,23 +362,23 @@ def weighted_losses(
                 f"None, but {', '.join(wrong)} is not; "
                 "name the losses after the optimizers"
             )
-        losses = [(output[name], trained(group), output[name]) for name, group in parameters.items()]
+        losses = [(output[name], trained(group), output[name], 1.0) for name, group in parameters.items()]
         numerator, count = float(num_samples), num_samples
     else:
         value, numerator, count = (
             (output, num_samples, num_samples) if isinstance(output, Tensor) else split_loss(output, num_samples)
         )
-        losses = [] if value is None else [(value, None, value)]
+        losses = [] if value is None else [(value, None, value, 1.0)]
     if reads_counts or not isinstance(count, Tensor):
         count = float(count)
         weight = numerator * scale if scale is not None else numerator / count if count else 0.0
     else:
         count = count.detach().double().reshape(())
         weight = numerator * scale if scale is not None else torch.where(count != 0, numerator / count, 0.0)
-    for i, (value, inputs, returned) in enumerate(losses):
+    for i, (value, inputs, returned, _) in enumerate(losses):
         if fault_injection.plan is not None:
             value = fault_injection.plan.poison(value)
-            losses[i] = value, inputs, returned
+            losses[i] = value, inputs, returned, 1.0
         if value.numel() != 1:
             raise ValueError(
                 f"training_step must return a scalar loss, but its loss has shape {list(value.shape)}; return its mean "
@@ -391,10 +390,7 @@ def weighted_losses(
                 "detached or computed under no_grad"
             )
         if isinstance(weight, Tensor):
-            losses[i] = value * weight.to(value.dtype), inputs, returned
+            losses[i] = value * weight.to(value.dtype), inputs, returned, weight
         elif weight != 1.0:
-            losses[i] = value * weight, inputs, returned
+            losses[i] = value * weight, inputs, returned, weight
     return losses, count
-
-
-def _nothing() -> None: ...

@@ -116,9 +116,6 @@ SET: Mapping[str, str] = {
 _AT_EPOCH_END = "log in the step, or collect in lists of your own and log in on_{}_epoch_end"
 
 METHODS: Mapping[str, str] = {
-    "backward": (
-        "set automatic_optimization = False and call manual_backward, or use on_before_backward and on_after_backward"
-    ),
     "configure_sharded_model": "call it configure_model",
     "optimizer_zero_grad": (
         "gradients are set to None after every step; keep them over steps with accumulate_grad_batches"

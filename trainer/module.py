@@ -68,11 +68,8 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
         return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def configure_model(self) -> None:
-        """Build large layers here instead of in `__init__`, so that a strategy that shards can create them without
-        memory.
-
-        Every rank calls it; it may be called on a module that is built already.
-        """
+        """Build large layers here, not in `__init__`, so that a strategy that shards creates them without memory. Every
+        rank calls it; it may be called on a module that is built already."""
 
     def configure_optimizers(self) -> Any:
         """Return an optimizer; a list of them; (optimizers, schedulers); a dict with "optimizer" and "lr_scheduler"; or
@@ -141,6 +138,10 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
     def on_before_backward(self, loss: Tensor) -> None: ...
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward from what `training_step` returned, in automatic optimization."""
+        loss.backward(*args, **kwargs)
+
     def on_after_backward(self) -> None: ...
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None: ...
     def on_before_zero_grad(self, optimizer: Optimizer) -> None: ...
@@ -151,8 +152,7 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
     def on_validation_model_eval(self) -> None:
-        """Put the model into evaluation mode before a validation; afterwards every submodule has the mode that it
-        had."""
+        """Put the model into evaluation mode; afterwards every submodule has the mode that it had."""
         self.eval()
 
     def on_validation_model_train(self) -> None:
@@ -243,8 +243,7 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
         return (schedulers[0] if len(schedulers) == 1 else schedulers) if schedulers else None
 
     def manual_backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Run backward from `loss`, the mean over this batch; for `automatic_optimization = False`. `retain_graph`
-        keeps the graph for another backward; strategies that shard parameters refuse it."""
+        """Run backward from `loss`, the mean over this batch; strategies that shard refuse `retain_graph`."""
         manual_backward(self._running(), loss, retain_graph)
 
     def clip_gradients(

@@ -6,12 +6,14 @@ from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
+from lockstep.strategies.losses import own_backward_refused
 from lockstep.strategies.precision import PRECISIONS
 
 _COMPUTES_IN = ("32-true", "tf32-true", "bf16-mixed", "bf16-true")
 REFUSES = {
     "manual_optimization": "DeepSpeed's engine decides when gradients are reduced, so it cannot optimize manually; set "
     "automatic_optimization = True, or use strategy='ddp'",
+    "backward": own_backward_refused("DeepSpeed's engine reduces gradients in the one that it expects"),
     "accumulation_schedule": "DeepSpeed's engine is built for one number; use strategy='ddp' or 'fsdp'",
     "parameter_state": "DeepSpeed partitions the weights that it steps; use strategy='ddp' or 'fsdp'",
     "several_optimizers": "DeepSpeed's engine steps one optimizer; return one from configure_optimizers, with "

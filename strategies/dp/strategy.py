@@ -37,7 +37,7 @@ from lockstep.strategies.dp.replicas import (
 )
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.program.contexts import refuse_contexts
-from lockstep.strategies.losses import detach, split_loss
+from lockstep.strategies.losses import detach, own_backward_refused, split_loss
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, refuse_embeddings, remarked
 from lockstep.strategies.pipeline.microbatches import merged
@@ -71,7 +71,8 @@ class DataParallel(SPMDStrategy):
         refuses=dict.fromkeys(
             ("manual_optimization", "several_optimizers"),
             "strategy 'dp' needs automatic optimization with one optimizer; use strategy='ddp' for others",
-        ),
+        )
+        | {"backward": own_backward_refused("strategy 'dp' runs one on each slice of a batch")},
     )
 
     def __init__(self, *, activation_checkpointing: bool | Rule = False) -> None:

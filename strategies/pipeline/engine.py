@@ -160,7 +160,7 @@ class Engine:
         feed.tally.outputs.append((detach(output), num_samples))
         if not losses:
             return without_weight(self._loss_shape[0], received, self._wrapped.device)
-        ((loss, _, returned),) = losses
+        ((loss, _, returned, _),) = losses
         feed.tally.has_loss = True
         feed.tally.total += loss.item() if loss.device.type == "cpu" else math.nan
         if feed.hooks.before_backward is not None:

@@ -15,6 +15,7 @@ from lockstep.strategies.data.batch_slices import Rows, copied, cut, rebuilt, te
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import MicroBatch
 from lockstep.strategies.launch.rng import seed_streams
+from lockstep.strategies.losses import own_backward_refused
 from lockstep.strategies.sync.collective_fingerprint import refusing
 
 
@@ -39,6 +40,7 @@ class Tally:
 
 
 PARTS = "a pipeline runs a step in parts, on each stage another one; call it in a hook, or use another strategy"
+OWN_BACKWARD = own_backward_refused("the schedule of a pipeline runs it stage by stage")
 BY_SCHEDULE = (
     "a pipeline runs backward by its schedule, so it needs automatic optimization; "
     "remove automatic_optimization = False, or use another strategy"

@@ -26,7 +26,7 @@ from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import changed_within_window, prepared
 from lockstep.strategies.pipeline import partition
-from lockstep.strategies.pipeline.microbatches import BY_SCHEDULE, PARTS, Cutter, Tally
+from lockstep.strategies.pipeline.microbatches import BY_SCHEDULE, OWN_BACKWARD, PARTS, Cutter, Tally
 from lockstep.strategies.pipeline.optimizers import (
     clip,
     find_needs,
@@ -327,6 +327,7 @@ class Pipeline(StagedStrategy):
         runs_step_once=False,
         refuses={
             "manual_optimization": BY_SCHEDULE,
+            "backward": OWN_BACKWARD,
             "16-mixed": "precision='16-mixed' scales losses, which stages of a pipeline cannot agree on; "
             "use 'bf16-mixed'",
         },

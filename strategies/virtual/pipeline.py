@@ -18,6 +18,7 @@ from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.model_changes import prepared
+from lockstep.strategies.pipeline.microbatches import OWN_BACKWARD
 from lockstep.strategies.pipeline.optimizers import own_parameters
 from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.pipeline.strategy import Pipeline, StagedStrategy
@@ -44,7 +45,8 @@ class VirtualPipeline(StagedStrategy, VirtualStep):
     shares apart and adds them in the tree; then ranks along ddp add theirs."""
 
     capabilities = replace(
-        VirtualStep.capabilities, refuses={**VirtualStep.capabilities.refuses, "compile": _NO_COMPILE}
+        VirtualStep.capabilities,
+        refuses={**VirtualStep.capabilities.refuses, "compile": _NO_COMPILE, "backward": OWN_BACKWARD},
     )
 
     def __init__(self, strategy: Pipeline, virtual_ranks: int) -> None:

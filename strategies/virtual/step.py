@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, StepVote, Strategy, Topology
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.launch import environment, fault_injection
-from lockstep.strategies.losses import detach
+from lockstep.strategies.losses import backward_by, detach
 from lockstep.strategies.modules.model_changes import (
     gradient_marks,
     own_backward,
@@ -129,7 +129,7 @@ class VirtualStep(ShareHooks, SPMDStrategy):
         self._step_hooks = hooks
         run = self.run_step(wrapped, step_fn)
         last, of_a_share = len(window.micro_batches) - 1, len(window.micro_batches) // window.num_shares
-        gradients, numbers = self.keep_gradients(), PartialSums(add_numbers)
+        gradients, numbers, part = self.keep_gradients(), PartialSums(add_numbers), 1 / window.num_samples
         counted, total, of_shares, before = 0.0, 0.0, [], self._weights(begins=True)
         with self._share():
             for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
@@ -145,9 +145,7 @@ class VirtualStep(ShareHooks, SPMDStrategy):
                     output = call(micro_batch.batch, micro_batch.batch_idx)
                 if before != self._weights() or marks != gradient_marks(self._watched):
                     raise self._changed(wrapped, before, marks)
-                losses, count = weighted_losses(
-                    output, micro_batch.num_samples, 1 / window.num_samples, hooks.parameters
-                )
+                losses, count = weighted_losses(output, micro_batch.num_samples, part, hooks.parameters)
                 counted += count
                 total += sum(value.item() for value, *_ in losses) if self._on_cpu else math.nan  # no host sync
                 micro_batch.output = detach(output)
@@ -162,11 +160,13 @@ class VirtualStep(ShareHooks, SPMDStrategy):
                         self._agreement.send(vote, window.num_samples, counted, finite, total)
                 if fault_injection.plan is not None:
                     fault_injection.fault("backward")
-                for j, (value, inputs, returned) in enumerate(losses):
+                for j, (value, inputs, returned, weight) in enumerate(losses):
                     more = j < len(losses) - 1
                     if hooks.before_backward is not None:
                         hooks.before_backward(returned)
-                    if inputs is None or inputs:
+                    if hooks.backward is not None and inputs != []:
+                        backward_by(hooks.backward, returned, weight, inputs, None, more, self._in_group)
+                    elif inputs is None or inputs:
                         value.backward(retain_graph=more, inputs=inputs)
                     _after_loss(hooks, more, ends)
                 if ends:

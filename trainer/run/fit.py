@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import filterfalse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
@@ -24,6 +24,7 @@ from lockstep.trainer.run.guards import check_weight, on_any_rank
 from lockstep.trainer.run.hooks import is_users, refuse_skip
 from lockstep.trainer.setup import assigned, prepare
 from lockstep.trainer.setup.loaders import follow_training, samples_of_all
+from lockstep.trainer.setup.optimizers import step_schedulers
 from lockstep.trainer.setup.own_steps import in_its_place, with_local_steps
 from lockstep.trainer.setup.prepare import FitLoop
 from lockstep.trainer.setup.share_ends import clear_learners, end_shares, turns
@@ -94,6 +95,7 @@ def step_hooks_of(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
         vote=partial(vote, run, meets, run.world_size > 1),
         log_scope=run.metrics.part,
         before_backward=loop.before_backward,
+        backward=loop.backward,
         after_backward=loop.after_backward,
         whole_gradients=any(map(is_users, run.hooks.on_after_backward)),
         parameters=loop.parameters,
@@ -155,7 +157,7 @@ def finish_window(
     progress, metrics, guards, hooks = run.progress, run.metrics, loop.guards, run.hooks
     apart = not run.strategy.capabilities.synchronous  # where a window is a step on ranks without samples too
     if stepped and run.schedulers and (stepped_optimizers or apart):
-        _step_schedulers(run, module, "step")
+        step_schedulers(run, module, "step")
     streams = clear_learners(run, module, window) if window.num_shares > 1 else {}
     for optimizer in stepped_optimizers:
         for hook in hooks.on_before_zero_grad:
@@ -355,7 +357,7 @@ def _close_epoch(run: RunState, module: Module, loop: FitLoop) -> None:
         for hook in hooks.on_train_epoch_end:
             evaluate.call_at_epoch_end(run, hook, "on_train_epoch_end")
     publish.publish(run, metrics.reduce(run.strategy, epoch_end=True))  # of callbacks, before ModelCheckpoint saves
-    _step_schedulers(run, module, "epoch")
+    step_schedulers(run, module, "epoch")
     progress.end_epoch()
     metrics.samples = 0
     if run.arguments.check_val_every_n_epoch is not None:
@@ -371,30 +373,3 @@ def _finish_early(run: RunState, module: Module, loop: FitLoop) -> None:
         run.progress.ended_at = step
     if loop.val_loaders and (not step or run.progress.validated_at != step):
         _validate(run, module, loop)
-
-
-def _step_schedulers(run: RunState, module: Module, interval: str) -> None:
-    """Step the schedulers that are due; in manual optimization the user's step does."""
-    if not module.automatic_optimization:
-        return
-    done = run.progress.global_step if interval == "step" else run.progress.current_epoch
-    for reader, config in enumerate(run.schedulers):
-        if config.interval != interval:
-            continue
-        is_due = (done + 1) % config.frequency == 0
-        metric: Any = None
-        if config.reduce_on_plateau:
-            if interval == "step":
-                metric = run.metrics.of_this_step(str(config.monitor), reader, run.strategy, wanted=is_due)
-            if metric is None:
-                metric = run.callback_metrics.get(str(config.monitor))
-        if not is_due:
-            continue
-        if config.reduce_on_plateau and metric is None:
-            if config.strict:
-                raise ValueError(
-                    f"a scheduler monitors {config.monitor!r}, which has not been logged when it is to step; "
-                    f"logged are {', '.join(sorted(run.callback_metrics)) or 'none'}"
-                )
-            continue
-        module.lr_scheduler_step(config.scheduler, metric)

@@ -54,7 +54,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     trainable(run, module, "configure_model", "setup")
     _refused_by_strategy(run, module)
     if not module.automatic_optimization:
-        _manual_optimization(run, name)
+        _manual_optimization(run, module)
     if run.guard.non_finite != "raise" and not run.strategy.capabilities.synchronous:
         raise ValueError(
             f"Guard(non_finite={run.guard.non_finite!r}) needs ranks that agree in every step, but those of "
@@ -124,7 +124,13 @@ def _refused_by_strategy(run: RunState, module: Module) -> None:
         raise ValueError(refuses[name])
 
 
-def _manual_optimization(run: RunState, name: str) -> None:
+def _manual_optimization(run: RunState, module: Module) -> None:
+    name = type(module).__name__
+    if overrides(module, "backward", Module):
+        raise ValueError(
+            f"{name} optimizes manually and overrides backward, which manual_backward does not call; write it into "
+            "training_step"
+        )
     refused = run.strategy.capabilities.refuses.get("manual_optimization")
     if refused is not None:
         raise ValueError(refused)

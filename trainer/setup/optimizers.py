@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+if TYPE_CHECKING:
+    from lockstep.trainer.module import Module
+    from lockstep.trainer.run.state import RunState
 
 FORMS = (
     "an optimizer; a list of them; (optimizers, schedulers); a dict with 'optimizer' and 'lr_scheduler'; or a dict of "
@@ -134,3 +138,30 @@ def scheduler_of(value: Any, monitor: str | None = None) -> SchedulerConfig:
             "define it"
         )
     return config
+
+
+def step_schedulers(run: RunState, module: Module, interval: str) -> None:
+    """Step the schedulers that are due; in manual optimization the user's step does."""
+    if not module.automatic_optimization:
+        return
+    done = run.progress.global_step if interval == "step" else run.progress.current_epoch
+    for reader, config in enumerate(run.schedulers):
+        if config.interval != interval:
+            continue
+        is_due = (done + 1) % config.frequency == 0
+        metric: Any = None
+        if config.reduce_on_plateau:
+            if interval == "step":
+                metric = run.metrics.of_this_step(str(config.monitor), reader, run.strategy, wanted=is_due)
+            if metric is None:
+                metric = run.callback_metrics.get(str(config.monitor))
+        if not is_due:
+            continue
+        if config.reduce_on_plateau and metric is None:
+            if config.strict:
+                raise ValueError(
+                    f"a scheduler monitors {config.monitor!r}, which has not been logged when it is to step; "
+                    f"logged are {', '.join(sorted(run.callback_metrics)) or 'none'}"
+                )
+            continue
+        module.lr_scheduler_step(config.scheduler, metric)

@@ -60,6 +60,7 @@ class FitLoop:
     """How optimizers step where the strategy alone does not know: the module's `optimizer_step`, or a closure."""
     parameters: dict[str, list[nn.Parameter]] | None
     before_backward: Callable[[Tensor], None] | None
+    backward: Callable[[Tensor], Any] | None
     after_backward: Callable[[], None] | None
     reevaluates: bool
     counts_manually: bool
@@ -133,6 +134,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         transfer=strategy.to_device if transfer is None else lambda batch: transfer(batch, 0),
         clip=_clip(run, module),
         before_backward=all_of(run.hooks.on_before_backward),
+        backward=module.backward if overrides(module, "backward", Module) else None,
         after_backward=in_phase(AFTER_BACKWARD, all_of(run.hooks.on_after_backward)),
         counts_manually=not module.automatic_optimization and loader.may_filter,
         reload=reload,

@@ -157,7 +157,7 @@ class ClientSteps(SPMDStrategy):
             micro_batch.output = detach(output)
             if fault_injection.plan is not None:
                 fault_injection.fault("backward")
-            for j, (value, inputs, returned) in enumerate(losses):
+            for j, (value, inputs, returned, _) in enumerate(losses):
                 if hooks.before_backward is not None:
                     hooks.before_backward(returned)
                 if inputs is None or inputs:

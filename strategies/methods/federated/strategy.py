@@ -21,6 +21,7 @@ from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, nam
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.launch.rng import seed_streams
+from lockstep.strategies.losses import own_backward_refused
 from lockstep.strategies.methods.federated.client import ClientSteps, RoundRun
 from lockstep.strategies.methods.federated.clients import parse as parse_clients
 from lockstep.strategies.methods.federated.control import ClientStates, Control
@@ -38,8 +39,8 @@ from lockstep.strategies.sync.collectives import broadcast
 
 _log = logging.getLogger("lockstep")
 _REFUSES = {
-    "manual_optimization": "Federated steps the optimizer on each client itself, so it needs automatic "
-    "optimization; let training_step return a loss",
+    "manual_optimization": "Federated steps optimizers on each client itself, so let training_step return a loss",
+    "backward": own_backward_refused("Federated runs it on each client"),
     "closures": "Federated computes each local step once, so an optimizer that calls a closure again is refused; "
     "use another optimizer",
     "assigned_optimizers": "Federated steps them for several clients",

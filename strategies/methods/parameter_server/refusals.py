@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
+from lockstep.strategies.losses import own_backward_refused
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
 from lockstep.strategies.optimizers.modes import has_modes
 from lockstep.strategies.optimizers.probe import probe
@@ -12,6 +13,7 @@ LATER = "the gradient of a step is on the servers, once all workers have sent th
 REFUSES = {
     "manual_optimization": "a parameter server steps optimizers itself, so it needs automatic optimization; use "
     "strategy='ddp'",
+    "backward": own_backward_refused("a parameter server runs it on each worker"),
     "closures": "a parameter server steps optimizers on gradients that have arrived, so one that calls a closure is "
     "refused; use strategy='ddp'",
     "assigned_optimizers": "the servers step those that were set up before any hook",

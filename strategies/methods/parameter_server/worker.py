@@ -188,7 +188,7 @@ class Worker:
             micro_batch.output = detach(output)
             if fault_injection.plan is not None:
                 fault_injection.fault("backward")
-            for j, (value, inputs, returned) in enumerate(losses):
+            for j, (value, inputs, returned, _) in enumerate(losses):
                 if not bool(value.isfinite()):
                     raise self._not_finite("the loss", clock)
                 if hooks.before_backward is not None:

@@ -133,7 +133,7 @@ def test_learners_and_shares_go_backward_before_the_host_reads_their_loss(make: 
 @pytest.mark.parametrize("reads_counts", [True, False])
 def test_a_micro_batch_that_counts_nothing_has_no_weight(count: Any, reads_counts: bool) -> None:
     value = torch.ones((), requires_grad=True)
-    ((weighed, _, _),), counted = weighted_losses(Loss(value, count), 3, None, None, reads_counts)
+    ((weighed, *_),), counted = weighted_losses(Loss(value, count), 3, None, None, reads_counts)
     assert weighed.item() == float(counted) == 0.0
 
 

@@ -165,7 +165,6 @@ def test_methods_named_almost_like_hooks_are_refused(base: type, name: str, mess
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("backward", "manual_backward"),
         ("optimizer_zero_grad", "accumulate_grad_batches"),
         ("training_epoch_end", "on_train_epoch_end"),
         ("validation_epoch_end", "on_validation_epoch_end"),

@@ -65,6 +65,24 @@ def _(pl: Any, folder: Path) -> Any:
     return seen(lambda: fit(pl, still()).global_step)
 
 
+@differs("the loss in `backward` and `on_before_backward` with accumulation", [0.5, 0.5], [1.0, 1.0])
+def _(pl: Any, folder: Path) -> Any:
+    got: list[float] = []
+
+    def backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        got.append(loss.item())
+        pl.LightningModule.backward(self, loss, *args, **kwargs)
+
+    own = classifier(
+        pl,
+        training_step=lambda self, batch, batch_idx: 1 + 0 * self(batch[0]).sum() + self.net[-1].bias[0] * 0,
+        on_before_backward=lambda self, loss: got.append(loss.item()),
+        backward=backward,
+    )
+    seen(lambda: fit(pl, own(), accumulate_grad_batches=2))
+    return got[:2]
+
+
 @differs("`-1` from `on_train_batch_start`", 0, "RuntimeError")
 def _(pl: Any, folder: Path) -> Any:
     skips = classifier(pl, on_train_batch_start=lambda self, batch, batch_idx: -1)
