@@ -45,7 +45,10 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "enable_autolog_hparams": "True is accepted by `lockstep.lightning`",
         "inference_mode": "evaluation runs under `no_grad`, which gives the same numbers, with True and False",
         "logger": "True is TensorBoard in `runs/<module>`; in `lightning_logs` with `lockstep.lightning`",
-        "max_epochs": "a run without an end is an error; 1,000 epochs with `lockstep.lightning`",
+        **dict.fromkeys(
+            ("limit_train_batches", "max_steps"), "0, which trains nothing, with `lockstep.lightning` only"
+        ),
+        "max_epochs": "a run without an end is an error; 1,000 epochs with `lockstep.lightning`, and 0 trains nothing",
         "overfit_batches": "validates on the training batches too",
         "plugins": "an empty list is accepted by `lockstep.lightning`",
         "profiler": "`'simple'` or `'torch'`",
@@ -57,6 +60,9 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
     "Attributes and methods of Trainer": {
         **dict.fromkeys(_TRAINER_OF_LIGHTNING, "with `lockstep.lightning`"),
         "estimated_stepping_batches": "infinity if the length of the data is not known",
+        "fit_loop": "with `lockstep.lightning`: progress and limits; no `run`, `state_dict` and `restarting`",
+        "predict_loop": "with `lockstep.lightning`: numbers of batches, and `predictions`",
+        **dict.fromkeys(("test_loop", "validate_loop"), "with `lockstep.lightning`: numbers of batches"),
         "fit": "needs an end; a second `fit` counts on",
         "global_step": "one for each step of the loop, whatever the number of optimizers",
         "is_last_batch": "False if the length of the loader is not known",

@@ -17,6 +17,7 @@ from lockstep.strategies.devices import device_count
 from lockstep.trainer.facts import TrainerState
 from lockstep.trainer.lightning.callbacks import ModelSummary, TQDMProgressBar
 from lockstep.trainer.lightning.loggers import TensorBoardLogger
+from lockstep.trainer.lightning.loops import EvaluationLoop, FitLoop, PredictionLoop
 from lockstep.trainer.lightning.model_checkpoint import ModelCheckpoint
 from lockstep.trainer.lightning.names import ACCEPTED
 from lockstep.trainer.lightning.types import RunningStage, TrainerFn, TrainerStatus
@@ -49,6 +50,8 @@ _DEFAULTS = {
     "min_epochs": 0,
 }
 """What arguments are where they limit nothing, for code that computes with them."""
+_NOTHING = ("max_epochs", "max_steps", "limit_train_batches")
+"""Arguments of which 0 lets `fit` train nothing."""
 _DDP = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
 
 
@@ -63,10 +66,18 @@ class Trainer(_Trainer):
 
     def __init__(self, **arguments: Any) -> None:
         self._barebones = bool(arguments.get("barebones"))
+        self._predictions: list[Any] = []
+        given = _from_environment() | arguments
+        zero = {name for name in _NOTHING if name in given and _is_zero(given[name])}
         try:
-            super().__init__(**_ours(arguments))
+            super().__init__(**_ours({name: value for name, value in given.items() if name not in zero}))
         except ValueError as error:
             raise MisconfigurationException(str(error)) from None
+        self._trains_none = "limit_train_batches" in zero and not self.fast_dev_run
+        if "max_epochs" in zero:
+            self._run.max_epochs = 0
+        if "max_steps" in zero or self._trains_none:
+            self._run.max_steps = 0
 
     @property
     def barebones(self) -> bool:
@@ -85,7 +96,8 @@ class Trainer(_Trainer):
     @property
     def max_steps(self) -> int | None:
         """Optimizer steps; -1 for no limit, and the batches of `fast_dev_run`."""
-        return int(self.arguments.fast_dev_run) or -1 if super().max_steps is None else super().max_steps
+        steps = self.arguments.max_steps if self._trains_none else super().max_steps
+        return int(self.arguments.fast_dev_run) or -1 if steps is None else steps
 
     @max_steps.setter
     def max_steps(self, value: int | None) -> None:
@@ -166,7 +178,26 @@ class Trainer(_Trainer):
         shown: dict[str, Tensor] = super().progress_bar_metrics
         return {name: float(value) for name, value in shown.items()}
 
+    @property
+    def fit_loop(self) -> FitLoop:
+        """Where training is, and its limits."""
+        return FitLoop(self)
+
+    @property
+    def validate_loop(self) -> EvaluationLoop:
+        return EvaluationLoop(self, "val")
+
+    @property
+    def test_loop(self) -> EvaluationLoop:
+        return EvaluationLoop(self, "test")
+
+    @property
+    def predict_loop(self) -> PredictionLoop:
+        return PredictionLoop(self, "predict")
+
     def __getattr__(self, name: str) -> Any:
+        if name == "limit_train_batches" and self._trains_none:
+            return 0
         value = super().__getattr__(name)
         if name in ("limit_train_batches", "limit_val_batches") and self.arguments.overfit_batches:
             return self.arguments.overfit_batches
@@ -196,7 +227,9 @@ class Trainer(_Trainer):
         """As `lockstep.Trainer.predict`; `return_predictions=None` returns them."""
         if kwargs.get("return_predictions", True) is None:
             del kwargs["return_predictions"]
-        return super().predict(*args, **kwargs)
+        returned = super().predict(*args, **kwargs)
+        self._predictions = returned or []
+        return returned
 
 
 def _of_epochs(returned: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -204,7 +237,6 @@ def _of_epochs(returned: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def _ours(given: dict[str, Any]) -> dict[str, Any]:
-    given = _from_environment() | given
     arguments = {name: value for name, value in given.items() if value is not None}
     if "check_val_every_n_epoch" in given:
         arguments["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
@@ -271,6 +303,10 @@ def _choose_callbacks(arguments: dict[str, Any]) -> None:
         if wanted and not found:
             given.append(default())
     arguments["callbacks"] = given
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, int | float) and value == 0
 
 
 def _from_environment() -> dict[str, Any]:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -34,11 +35,14 @@ if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
     from lockstep.trainer.setup.loaders import Sources
 
+_log = logging.getLogger("lockstep")
+
 
 def fit(run: RunState, module: Module, sources: Sources) -> None:
     """Train `module`; every rank calls it, in its own process."""
     loop = prepare.fit(run, module, sources)
-    _begin(run, module, loop)
+    if not _begin(run, module, loop):
+        return
     strategy, wrapped, hooks, guards, progress = run.strategy, run.wrapped, run.hooks, loop.guards, run.progress
     optimizers, handles, automatic = list(run.optimizers.values()), run.user_optimizers, module.automatic_optimization
     step_hooks, clip = step_hooks_of(run, loop, automatic), None if strategy.capabilities.local_steps else loop.clip
@@ -108,8 +112,9 @@ def step_hooks_of(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
     return with_local_steps(run, hooks, loop.clip) if can.local_steps else hooks
 
 
-def _begin(run: RunState, module: Module, loop: FitLoop) -> None:
-    """The start of training: its hooks, what loggers and the run's folder get, the sanity check."""
+def _begin(run: RunState, module: Module, loop: FitLoop) -> bool:
+    """The start of training: its hooks, what loggers and the run's folder get, the sanity check; whether there is
+    anything to train."""
     progress = run.progress
     assigned.call(run, module, loop, run.hooks.on_fit_start)
     publish.describe(run, module)
@@ -119,9 +124,17 @@ def _begin(run: RunState, module: Module, loop: FitLoop) -> None:
     is_new = not progress.global_step and not progress.batches_seen
     if run.arguments.num_sanity_val_steps and loop.val_loaders and is_new:
         evaluate.sanity_check(run, module, loop.val_loaders)
-    assigned.call(run, module, loop, run.hooks.on_train_start, last=True)
+    trains = 0 not in (run.max_epochs, run.max_steps)
+    assigned.call(run, module, loop, run.hooks.on_train_start if trains else (), last=True)
     if run.attributes is not None:
         run.attributes.note_begun()
+    if not trains:
+        if run.is_global_zero:
+            _log.warning("fit trains nothing, as max_epochs, max_steps or limit_train_batches is 0")
+        for hook in run.hooks.on_fit_end:
+            hook()
+        run.strategy.synchronize(run.wrapped)
+    return trains
 
 
 def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, Iterator[Window]]:

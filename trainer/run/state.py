@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
 
 RESULTS: tuple[str, ...] = ("callback_metrics", "logged_metrics", "progress_bar_metrics", "log_dir", "should_stop")
-RESULTS += ("num_training_batches", "windows_per_epoch", "evaluation_batches", "seed", "begins_from")
+RESULTS += ("num_training_batches", "windows_per_epoch", "evaluation_batches", "seed", "begins_from", "batch_idx")
 """What rank 0 brings back to the process that called `fit`."""
 
 

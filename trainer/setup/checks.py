@@ -187,7 +187,7 @@ def not_done(run: RunState) -> None:
         ("max_epochs", run.max_epochs, progress.current_epoch),
         ("max_steps", run.max_steps, progress.global_step),
     ):
-        if limit is not None and done >= limit:
+        if limit and done >= limit:
             raise ValueError(
                 f"this Trainer has trained its {name}={limit} already; to train on, set trainer.{name} = {2 * limit} "
                 "or the like and call fit again, or make a new Trainer"
@@ -261,7 +261,8 @@ def check_schedulers(module: Module, named: Mapping[str, Optimizer], schedulers:
         kind = type(config.scheduler).__name__
         if config.reduce_on_plateau and config.monitor is None and module.automatic_optimization:
             raise ValueError(f"{kind} needs the name of a metric: return {{'scheduler': …, 'monitor': 'val/loss'}}")
-        if not callable(getattr(config.scheduler, "step", None)) and not overrides(module, "lr_scheduler_step", Module):
+        steps = callable(getattr(config.scheduler, "step", None)) or not module.automatic_optimization
+        if not steps and not overrides(module, "lr_scheduler_step", Module):
             raise TypeError(
                 f"{kind} is not a scheduler of torch: it has no step, so {name} needs lr_scheduler_step; define it"
             )
