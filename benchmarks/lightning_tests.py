@@ -106,6 +106,15 @@ def counted(report: Path) -> Counter[str]:
     return counts
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Any:
+    """A KeyboardInterrupt fails the test that ends in it, and not all tests of the file after it."""
+    try:
+        return (yield)
+    except KeyboardInterrupt:
+        pytest.fail("KeyboardInterrupt")
+
+
 class Mapped(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Gives `lockstep.lightning` to imports of `lightning` and `pytorch_lightning`."""
 
