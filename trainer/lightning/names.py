@@ -19,7 +19,7 @@ _RANK_ZERO = {f"{OURS}.utilities": "rank_zero_only rank_zero_info rank_zero_warn
 _SEED = {"trainer.seeding": "seed_everything", f"{OURS}.utilities": "isolate_rng"}
 _TYPES = (
     "STEP_OUTPUT TRAIN_DATALOADERS EVAL_DATALOADERS LRSchedulerType LRSchedulerTypeUnion LRSchedulerTypeTuple "
-    "LRSchedulerPLType LRSchedulerConfig LRSchedulerConfigType OptimizerConfig OptimizerLRSchedulerConfig "
+    "LRSchedulerPLType LRSchedulerConfigType OptimizerConfig OptimizerLRSchedulerConfig "
     "OptimizerLRScheduler _METRIC _NUMBER _PATH _EVALUATE_OUTPUT _PREDICT_OUTPUT"
 )
 
@@ -28,7 +28,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
     "pytorch": _CORE,
     "pytorch.core": {
         f"{OURS}.module": "HyperparametersMixin LightningModule LightningDataModule",
-        "trainer.run.manual": "LightningOptimizer=ManualOptimizer",
+        "trainer.run.manual": "LightningOptimizer=HeldOptimizer",
     },
     "pytorch.core.saving": {
         f"{OURS}.module": "LightningModule LightningDataModule",
@@ -79,9 +79,13 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         f"{OURS}.utilities": "AttributeDict grad_norm move_data_to_device rank_zero_only rank_zero_info rank_zero_warn "
         "rank_zero_deprecation",
     },
-    "pytorch.utilities.types": {f"{OURS}.types": _TYPES},
+    "pytorch.utilities.types": {
+        f"{OURS}.types": _TYPES,
+        "trainer.setup.optimizers": "LRSchedulerConfig=SchedulerConfig",
+    },
     "pytorch.utilities.rank_zero": _RANK_ZERO,
     "pytorch.utilities.exceptions": {f"{OURS}.utilities": "MisconfigurationException SIGTERMException"},
+    "pytorch.utilities.model_helpers": {f"{OURS}.utilities": "is_overridden"},
     "pytorch.utilities.model_summary": {f"{OURS}.utilities": "ModelSummary summarize"},
     "pytorch.utilities.combined_loader": {"strategies.data.combined": "CombinedLoader"},
     "pytorch.utilities.seed": _SEED,
@@ -178,7 +182,6 @@ REFUSED: Mapping[str, str] = {
     "is_picklable": "call cloudpickle.dumps",
     "is_shared_filesystem": "checkpoints check it by themselves (docs/checkpoints.md)",
     "suggested_max_num_workers": "read len(os.sched_getaffinity(0))",
-    "is_overridden": "compare getattr(type(module), name) with that of lockstep.Module",
     "ModelHooks": "derive from LightningModule, which has the hooks",
     "DataHooks": "derive from LightningModule or LightningDataModule, which have the hooks",
     "CheckpointHooks": "derive from LightningModule or LightningDataModule, which have the hooks",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypedDict
 
@@ -65,25 +64,17 @@ class RunningStage(_Word):
     PREDICTING = "predict"
 
     @property
+    def dataloader_prefix(self) -> str:
+        """How the names of its loaders and limits begin."""
+        return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else self.value
+
+    @property
     def evaluating(self) -> bool:
         return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
 
-@dataclass
-class LRSchedulerConfig:
-    """A scheduler with when it is stepped."""
-
-    scheduler: LRScheduler | ReduceLROnPlateau
-    name: str | None = None
-    interval: str = "epoch"
-    frequency: int = 1
-    reduce_on_plateau: bool = False
-    monitor: str | None = None
-    strict: bool = True
-
-
 class LRSchedulerConfigType(TypedDict, total=False):
-    """The same as a dict."""
+    """What `configure_optimizers` may return for a scheduler."""
 
     scheduler: LRScheduler | ReduceLROnPlateau
     name: str | None

@@ -13,11 +13,29 @@ if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
 
 
-class ManualOptimizer:
+class HeldOptimizer:
+    """An optimizer with a `step` that keeps ranks together; in all else it is that optimizer, also for `isinstance`."""
+
+    _run: RunState
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    __class__: Any = property(lambda self: type(self.optimizer))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        owner = self.optimizer if name in ("param_groups", "state", "defaults") else self
+        object.__setattr__(owner, name, value)
+
+
+class ManualOptimizer(HeldOptimizer):
     """An optimizer that `training_step` steps."""
 
     def __init__(self, optimizer: Optimizer, run: RunState) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self._run = run
 
     def close(self) -> None: ...
@@ -74,11 +92,8 @@ class ManualOptimizer:
 
         return call
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
 
-
-class AutomaticOptimizer:
+class AutomaticOptimizer(HeldOptimizer):
     """What `Module.optimizer_step` gets: its `step` is the strategy's, so that ranks and loss scaling are seen to.
 
     Until `close` a step of the optimizer that the loop has not begun is refused.
@@ -88,7 +103,7 @@ class AutomaticOptimizer:
     """Whether `Module.optimizer_step` runs, where alone it may be stepped."""
 
     def __init__(self, optimizer: Optimizer, run: RunState) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self._run = run
         self.hooks = optimizer._optimizer_step_pre_hooks
         """Where `refuse` is under `id(self)` while nobody may step."""
@@ -122,9 +137,6 @@ class AutomaticOptimizer:
             return self._run.strategy.optimizer_step(self._run.wrapped, self.optimizer, closure)
         finally:
             self.hooks[id(self)] = self.refuse
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
 
 
 def manual_backward(run: RunState, loss: Tensor, retain_graph: bool = False) -> None:

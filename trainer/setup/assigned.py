@@ -7,7 +7,6 @@ continue with what was saved. Assigned later in a run they could not, so there t
 from __future__ import annotations
 
 import operator
-from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from lockstep.callbacks._support.lr_factor import share_lr_factors
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.run.hooks import is_users
+from lockstep.trainer.run.manual import HeldOptimizer
 from lockstep.trainer.setup import prepare, resume
 from lockstep.trainer.setup.optimizers import SchedulerConfig, scheduler_of
 
@@ -31,7 +31,7 @@ def assign(run: RunState, name: str, value: Any) -> None:
     given = list(value) if isinstance(value, list | tuple) else [value]
     if name == "optimizers":
         held = list(run.optimizers.values())
-        given = [item if isinstance(item, Optimizer) else getattr(item, "optimizer", item) for item in given]
+        given = [item.optimizer if isinstance(item, HeldOptimizer) else item for item in given]
         instead = "change their param_groups, or forget their state with optimizer.state.clear()"
     else:
         held, instead = run.schedulers, "change the options of module.lr_schedulers()"
@@ -47,7 +47,7 @@ def assign(run: RunState, name: str, value: Any) -> None:
         names = run.optimizers if len(given) == len(held) else map(str, range(len(given)))
         run.optimizers = dict(zip(names, given, strict=True))
     else:
-        run.schedulers = [item if isinstance(item, SchedulerConfig) else scheduler_of(_plain(item)) for item in given]
+        run.schedulers = [item if isinstance(item, SchedulerConfig) else scheduler_of(item) for item in given]
 
 
 def call(run: RunState, module: Module, loop: FitLoop, hooks: Calls, last: bool = False) -> None:
@@ -84,13 +84,6 @@ def call(run: RunState, module: Module, loop: FitLoop, hooks: Calls, last: bool 
     if last and run.resumed is not None and (resume.are_assigned(run.configured) or resume.are_assigned(saved)):
         snapshot.check_configured(run, run.resumed)
         snapshot.restore_optimizers(run, run.resumed)
-
-
-def _plain(config: Any) -> Any:
-    """A dict of Lightning's `LRSchedulerConfig`, in which a flag that is off says nothing."""
-    if not is_dataclass(config):
-        return config
-    return {name: value for name, value in vars(config).items() if value is not False or name != "reduce_on_plateau"}
 
 
 def _check(run: RunState, name: str, instead: str) -> None:

@@ -173,7 +173,7 @@ class _Search:
         elif isinstance(value, MethodType):
             self._visit(value.__self__, name, None)
             self._visit(value.__func__, name, None)
-        elif isinstance(value, Optimizer):
+        elif issubclass(type(value), Optimizer):
             self._attributes(value, name, ("state",))
             if type(value.state) in (dict, defaultdict):  # and is not in the hands of a strategy
                 self._visit(value.state, f"{name}.state", None)

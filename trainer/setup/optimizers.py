@@ -81,7 +81,7 @@ def parse(configured: Any) -> tuple[dict[str, Optimizer], list[SchedulerConfig]]
 
 
 def _optimizer(value: Any) -> Optimizer:
-    if not isinstance(value, Optimizer):
+    if not issubclass(type(value), Optimizer):
         raise TypeError(
             f"configure_optimizers may return {FORMS}, but it returned {type(value).__name__} where an optimizer "
             "belongs"

@@ -349,6 +349,14 @@ def test_utilities(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert utilities.model_summary.ModelSummary(nested, 0).layer_names == []
     summary = utilities.model_summary.summarize(layer)
     assert (summary.total_parameters, summary.trainable_parameters) == (3, 3)
+    module = classifier(pl)()
+    module.on_fit_end = None
+    assert utilities.model_helpers.is_overridden("training_step", module)
+    assert not any(utilities.model_helpers.is_overridden(name, module) for name in ("on_fit_start", "on_fit_end"))
+    assert not utilities.model_helpers.is_overridden("training_step")
+    assert utilities.model_helpers.is_overridden("setup", callbacks.ModelCheckpoint())
+    with pytest.raises(ValueError, match="Linear has no 'training_step'; give parent="):
+        utilities.model_helpers.is_overridden("training_step", layer, torch.nn.Linear)
     with utilities.seed.isolate_rng():
         first = torch.rand(2)
     assert torch.equal(first, torch.rand(2))
@@ -396,6 +404,31 @@ def test_what_would_have_no_effect_is_refused() -> None:
         module.clip_gradients(None, 1.0, "foo")
     with pytest.raises(ValueError, match="max_depth must be -1, 0 or above, got -2"):
         utilities.model_summary.ModelSummary(module, -2)
+
+
+def test_enums_say_how_names_begin() -> None:
+    stages = importlib.import_module("lockstep.lightning.pytorch.trainer.states").RunningStage
+    found = [stage.dataloader_prefix for stage in stages]
+    assert found == ["train", "val", "val", "test", "predict"]
+
+
+def test_an_optimizer_of_a_module_is_one_of_torch() -> None:
+    optimizer = torch.optim.Adam(torch.nn.Linear(2, 2).parameters(), lr=0.5)
+    held = pl.core.LightningOptimizer(optimizer)
+    assert isinstance(held, torch.optim.Adam) and isinstance(held, pl.core.LightningOptimizer)
+    assert held.optimizer is optimizer and held.param_groups is optimizer.param_groups
+    groups = [dict(optimizer.param_groups[0], lr=0.25)]
+    held.param_groups, held.note = groups, 3
+    assert optimizer.param_groups is groups and not hasattr(optimizer, "note")
+    kinds: list[Any] = []
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        kinds.append(self.optimizers())
+        return self(batch[0]).sum()
+
+    module = classifier(pl, training_step=training_step)()
+    L.Trainer(**QUIET, max_steps=1).fit(module, loader())
+    assert isinstance(kinds[0], type(kinds[0].optimizer)) and isinstance(kinds[0], pl.core.LightningOptimizer)
 
 
 def test_from_datasets_gives_its_arguments_to_a_class_that_takes_them() -> None:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from lockstep import CheckpointError
 from lockstep.callbacks import Callback, LRFinder, LRScaling, LRWarmup
-from lockstep.trainer.lightning.types import LRSchedulerConfig
+from lockstep.lightning.pytorch.utilities.types import LRSchedulerConfig
 from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
 
 ON_RANKS = ("ddp", "pipeline", "fsdp", "tensor", "fsdp=2,tensor=2", "dp")

@@ -209,7 +209,7 @@ def _(pl: Any, folder: Path) -> Any:
     found: list[bool] = []
 
     def step(module: Any, loss: Tensor) -> None:
-        found.append(isinstance(module.optimizers(use_pl_optimizer=False), torch.optim.SGD))
+        found.append(type(module.optimizers(use_pl_optimizer=False)) is torch.optim.SGD)
         module.manual_backward(loss)
         module.optimizers().step()
 
