@@ -106,16 +106,16 @@ class SPMDStep(ManualOptimization):
                         self._send(send, count, weighted * (count if alone else window.num_samples))
             if fault_injection.plan is not None:
                 fault_injection.fault("backward")
-            for more, (value, inputs, returned, share) in zip(range(len(losses) - 1, -1, -1), losses, strict=True):
+            for j, (value, inputs, returned, share) in enumerate(losses, 1 - len(losses)):  # the last one is number 0
                 if hooks.before_backward is not None:
                     hooks.before_backward(returned)
                 if hooks.backward is not None and inputs != []:
-                    backward_by(hooks.backward, returned, share, inputs, scaler, more > 0, self._in_group)
+                    backward_by(hooks.backward, returned, share, inputs, scaler, j < 0, self._in_group)
                 elif inputs is None or inputs:
-                    (value if scaler is None else scaler.scale(value)).backward(retain_graph=more > 0, inputs=inputs)
+                    (value if scaler is None else scaler.scale(value)).backward(retain_graph=j < 0, inputs=inputs)
                 if hooks.after_loss is not None:
                     hooks.after_loss()
-                if hooks.after_backward is not None and (i < last or more):
+                if hooks.after_backward is not None and (i < last or j < 0):
                     hooks.after_backward()
         count = count if counting is None else counting()  # the host waits for the forward, the device runs backward
         if self._agreement is None:

@@ -39,7 +39,7 @@ from lockstep.strategies.sync.collectives import broadcast
 
 _log = logging.getLogger("lockstep")
 _REFUSES = {
-    "manual_optimization": "Federated steps optimizers on each client itself, so let training_step return a loss",
+    "manual_optimization": "Federated steps each client itself, so it needs automatic optimization; return a loss",
     "backward": own_backward_refused("Federated runs it on each client"),
     "closures": "Federated computes each local step once, so an optimizer that calls a closure again is refused; "
     "use another optimizer",
