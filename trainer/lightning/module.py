@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lockstep.callbacks.base import Callback
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.hparams import HyperParameters, Namespace
 from lockstep.trainer.lightning.utilities import load_hparams_from_yaml
 from lockstep.trainer.module import Module, attach
+from lockstep.trainer.run.hooks import overrides
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -163,3 +165,18 @@ class LightningDataModule(HyperparametersMixin, DataModule):
                 made = loaders(data, shuffle=data is train_dataset)
                 setattr(module, name, lambda made=made: made)
         return module
+
+
+def is_overridden(method_name: str, instance: Any = None, parent: type | None = None) -> bool:
+    """Whether `instance` has its own `method_name`, in its class or as an attribute, unlike `parent`: by default the
+    class of Lightning's that it derives from. False for None. Raises ValueError if `parent` has no such method."""
+    if instance is None:
+        return False
+    known = (LightningModule, LightningDataModule, Callback)
+    parent = parent or next((kind for kind in known if isinstance(instance, kind)), object)
+    if not hasattr(parent, method_name):
+        raise ValueError(
+            f"is_overridden compares with the method of a parent, but {parent.__name__} has no {method_name!r}; give "
+            "parent=…"
+        )
+    return overrides(instance, method_name, parent)

@@ -43,11 +43,11 @@ PATHS: Mapping[str, Mapping[str, str]] = {
     "pytorch.callbacks": {
         "callbacks": "Callback LambdaCallback LearningRateMonitor GradientAccumulationScheduler",
         "callbacks.early_stopping": "EarlyStoppingReason",
-        f"{OURS}.model_checkpoint": "Checkpoint ModelCheckpoint",
-        f"{OURS}.finetuning": "BackboneFinetuning BaseFinetuning",
-        f"{OURS}.pruning": "ModelPruning",
-        f"{OURS}.swa": "StochasticWeightAveraging",
-        f"{OURS}.callbacks": "BasePredictionWriter BatchSizeFinder "
+        f"{OURS}.callbacks.model_checkpoint": "Checkpoint ModelCheckpoint",
+        f"{OURS}.callbacks.finetuning": "BackboneFinetuning BaseFinetuning",
+        f"{OURS}.callbacks.pruning": "ModelPruning",
+        f"{OURS}.callbacks.stochastic_averaging": "StochasticWeightAveraging",
+        f"{OURS}.callbacks.adapters": "BasePredictionWriter BatchSizeFinder "
         "DeviceStatsMonitor EarlyStopping LearningRateFinder ModelSummary ProgressBar "
         "RichModelSummary=ModelSummary RichProgressBar TQDMProgressBar Timer EMAWeightAveraging WeightAveraging",
     },
@@ -85,7 +85,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
     },
     "pytorch.utilities.rank_zero": _RANK_ZERO,
     "pytorch.utilities.exceptions": {f"{OURS}.utilities": "MisconfigurationException SIGTERMException"},
-    "pytorch.utilities.model_helpers": {f"{OURS}.utilities": "is_overridden"},
+    "pytorch.utilities.model_helpers": {f"{OURS}.module": "is_overridden"},
     "pytorch.utilities.model_summary": {f"{OURS}.utilities": "ModelSummary summarize"},
     "pytorch.utilities.combined_loader": {"strategies.data.combined": "CombinedLoader"},
     "pytorch.utilities.seed": _SEED,

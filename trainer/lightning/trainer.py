@@ -15,10 +15,10 @@ from lockstep.callbacks.base import Callback
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.devices import device_count
 from lockstep.trainer.facts import TrainerState
-from lockstep.trainer.lightning.callbacks import ModelSummary, TQDMProgressBar
+from lockstep.trainer.lightning.callbacks.adapters import ModelSummary, TQDMProgressBar
+from lockstep.trainer.lightning.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.trainer.lightning.loggers import TensorBoardLogger
 from lockstep.trainer.lightning.loops import EvaluationLoop, FitLoop, PredictionLoop
-from lockstep.trainer.lightning.model_checkpoint import ModelCheckpoint
 from lockstep.trainer.lightning.names import ACCEPTED
 from lockstep.trainer.lightning.types import RunningStage, TrainerFn, TrainerStatus
 from lockstep.trainer.lightning.utilities import MisconfigurationException

@@ -20,12 +20,9 @@ from torch.utils._pytree import tree_map_only
 
 from lockstep.callbacks._support.files import replacing
 from lockstep.callbacks._support.hparams import plain_params, to_yaml
-from lockstep.callbacks.base import Callback
 from lockstep.callbacks.model_summary import summarize as _summarize
 from lockstep.strategies.launch import environment
 from lockstep.trainer.hparams import Namespace
-from lockstep.trainer.lightning.module import LightningDataModule, LightningModule
-from lockstep.trainer.run.hooks import overrides
 from lockstep.trainer.seeding import rng_state, set_rng_state
 
 P = ParamSpec("P")
@@ -180,21 +177,6 @@ class ModelSummary:
 
     def __str__(self) -> str:
         return _summarize(self.model, self.max_depth)
-
-
-def is_overridden(method_name: str, instance: Any = None, parent: type | None = None) -> bool:
-    """Whether `instance` has its own `method_name`, in its class or as an attribute, unlike `parent`: by default the
-    class of Lightning's that it derives from. False for None. Raises ValueError if `parent` has no such method."""
-    if instance is None:
-        return False
-    known = (LightningModule, LightningDataModule, Callback)
-    parent = parent or next((kind for kind in known if isinstance(instance, kind)), object)
-    if not hasattr(parent, method_name):
-        raise ValueError(
-            f"is_overridden compares with the method of a parent, but {parent.__name__} has no {method_name!r}; give "
-            "parent=…"
-        )
-    return overrides(instance, method_name, parent)
 
 
 def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import SWALR
 
 from lockstep.callbacks._support.parameter_state import ParameterState
 from lockstep.callbacks.training.weight_averaging import Averages
-from lockstep.trainer.lightning.callbacks import WeightAveraging
+from lockstep.trainer.lightning.callbacks.adapters import WeightAveraging
 from lockstep.trainer.lightning.utilities import MisconfigurationException
 from lockstep.trainer.setup.optimizers import SchedulerConfig
 

@@ -1,0 +1,1 @@
+"""Callbacks with Lightning's names and arguments."""
