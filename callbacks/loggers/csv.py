@@ -47,9 +47,8 @@ class CSVLogger(RunLogger):
         self._num_rows = 0  # logged so far
         self._num_valid_rows: int | None = None  # of the file, as the checkpoint says that is resumed
         self._rows: list[dict[str, Any]] = []  # not yet in the file
-        self._num_before = 0  # the last rows of the file, written before a run, that may be of any steps
-        self._num_held = 0  # rows that were not yet in the file as the run began
-        self._before = range(0)  # where they are in the file, once the run has written
+        self._outside: set[int] = set()  # numbers of rows that were logged outside of a fit, of whatever steps
+        self._in_fit = False
         self._columns: list[str] | None = None  # of the file; None: not known, read it
 
     @property
@@ -66,18 +65,19 @@ class CSVLogger(RunLogger):
         return f"CSVLogger[save_dir={self.save_dir}, name={self.name}]"
 
     def state_dict(self) -> dict[str, Any]:
-        before = self._before or range(self._num_rows - self._num_before, self._num_rows)
-        return {"rows": self._num_rows, "before": [before.start, before.stop]}
+        return {"rows": self._num_rows, "outside": sorted(self._outside)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._num_rows = self._num_valid_rows = int(state_dict["rows"])
-        self._before = range(*state_dict.get("before", (0, 0)))
-        if self._before:  # what this process has logged before the run is there
+        self._num_valid_rows = int(state_dict["rows"])
+        self._outside = {*state_dict.get("outside", ())}
+        if self._outside:  # what this process has logged before the run is there
             self._rows = []
+        self._num_rows = self._num_valid_rows + len(self._rows)
+        self._outside |= {*range(self._num_valid_rows, self._num_rows)}
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # The disk is touched only by what the Trainer calls behind its error boundary.
-        self._last_valid_step, self._num_held = trainer.global_step, len(self._rows)
+        self._last_valid_step, self._in_fit = trainer.global_step, True
         self._columns = None
 
     def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
@@ -86,6 +86,8 @@ class CSVLogger(RunLogger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if not self._is_writer:
             return
+        if not self._in_fit:
+            self._outside.add(self._num_rows)
         self._num_rows += 1
         self._rows.append({"step": self._at(step)} | {key: plain(value) for key, value in metrics.items()})
         if self.has_folder and len(self._rows) >= self.flush_every:
@@ -102,11 +104,6 @@ class CSVLogger(RunLogger):
         if not self._rows:
             return
         rows, self._rows = self._rows, []
-        self._write(rows)
-        if self.run_dir is None:
-            self._num_before += len(rows)
-
-    def _write(self, rows: list[dict[str, Any]]) -> None:
         new = {key: None for row in rows for key in row}
         if self._columns is None or not new.keys() <= set(self._columns):
             self._rewrite(rows)
@@ -119,11 +116,10 @@ class CSVLogger(RunLogger):
             raise
 
     def forget_held(self) -> None:
-        first = self._num_rows - len(self._rows) - self._num_before
-        self._before = self._before or range(first, self._num_rows)
-        self._rows, self._num_before = [], 0
+        self._rows = []
 
     def finalize(self, status: str) -> None:
+        self._in_fit = False
         self.save()
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
@@ -133,17 +129,13 @@ class CSVLogger(RunLogger):
         if os.path.exists(self.path):
             with open(self.path, newline="", encoding="utf-8") as file:
                 whole = list(filter(_is_whole, csv.DictReader(file)))
-        before = {*self._before, *range(len(whole) - self._num_before, len(whole))}
-        valid = [
-            i for i, row in enumerate(whole) if last_valid is None or int(row["step"]) <= last_valid or i in before
-        ]
+        first = self._num_rows - len(rows)
+        free = {i for i in self._outside if i < first}
+        valid = [i for i, row in enumerate(whole) if last_valid is None or int(row["step"]) <= last_valid or i in free]
         valid = valid[: self._num_valid_rows]
         kept: list[Mapping[str, Any]] = [whole[i] for i in valid]
-        if self.run_dir is not None:
-            places = [n for n, i in enumerate(valid) if i in before]
-            first = places[0] if places else len(kept)
-            self._before = range(first, first + len(places) + self._num_held)
-            self._num_before = self._num_held = 0
+        new = {i - first + len(kept) for i in self._outside if i >= first}
+        self._outside = {n for n, i in enumerate(valid) if i in free} | new
         everything = [*kept, *rows]
         columns = list({"step": None} | {key: None for row in everything for key in row})
         with replacing(self.path, durable=True) as file:

@@ -233,11 +233,14 @@ def test_what_was_logged_before_a_run_is_written_once(strategy: str, tmp_path: P
         L.Trainer(**options, max_epochs=1).fit(classifier(pl)(), loader(), ckpt_path="last")
     trainer = L.Trainer(**options, max_epochs=1)
     trainer.fit(classifier(pl)(), loader())
+    logger.log_metrics({"between": 90.5}, 900)
+    logger.save()
+    logger.log_metrics({"between": 80.5}, 950)
     trainer.max_epochs = 2
     trainer.fit(classifier(pl)(), loader())
     (file,) = tmp_path.rglob("metrics.csv")
     assert [line[:7] for line in file.read_text().splitlines()[1:3]] == ["700,7.0", "800,,8."]
-    assert (file.read_text().count("7.0"), file.read_text().count("8.0")) == (1, 1)
+    assert [file.read_text().count(value) for value in ("7.0", "8.0", "90.5", "80.5")] == [1, 1, 1, 1]
 
 
 def test_arguments_of_callbacks() -> None:
