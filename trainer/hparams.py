@@ -130,17 +130,18 @@ def restored(cls: type, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def built(
-    cls: Any, saved: dict[str, Any], name: str | None, unsaved: list[str], overrides: dict[str, Any], path: Any
+    cls: Any, saved: dict[str, Any], name: str | None, unsaved: list[str] | None, overrides: dict[str, Any], path: Any
 ) -> Any:
     """An object of saved hyperparameters; a base class may have been given more than `cls` takes. `name` is the
-    argument that they are together. `unsaved` names those that were given and not saved: their defaults would be
-    another object."""
+    argument that they are together. `unsaved` names those that were given and not saved, None all of them: their
+    defaults would be another object."""
     from lockstep.trainer.checkpoint.manifest import refused  # `from lockstep import Module` needs neither
     from lockstep.trainer.lightning_names import nearest
 
     if name is not None:
         saved, unsaved = {name: Namespace(saved)}, [name] if unsaved else []
     takes = inspect.signature(cls).parameters
+    unsaved = [*takes] if unsaved is None else unsaved
     takes_any = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     if not takes_any:
         saved = {key: value for key, value in saved.items() if key in takes}

@@ -391,8 +391,9 @@ def _built(
     checkpoint = Checkpoint.open(os.path.expanduser(path))
     state = checkpoint.state
     hparams = unpack(state.get(f"{prefix}hyperparameters", {}), checkpoint.read)
-    name, unsaved = state.get(f"{prefix}hyperparameters_name"), state.get(f"{prefix}hyperparameters_unsaved", [])
-    if not isinstance(hparams, dict) or not isinstance(name, str | None) or not isinstance(unsaved, list):
+    name = state.get(f"{prefix}hyperparameters_name")
+    unsaved = state.get(f"{prefix}hyperparameters_unsaved", [] if f"{prefix}hyperparameters" in state else None)
+    if not isinstance(hparams, dict) or not isinstance(name, str | None) or not isinstance(unsaved, list | None):
         raise CheckpointError(
             f"checkpoint {path} cannot be used: state.json has no valid hyperparameters; load another one"
         )

@@ -73,7 +73,8 @@ class Trainer(_Trainer):
             super().__init__(**_ours({name: value for name, value in given.items() if name not in zero}))
         except ValueError as error:
             raise MisconfigurationException(str(error)) from None
-        self._trains_none = "limit_train_batches" in zero and not self.fast_dev_run
+        zero = set() if self.fast_dev_run else zero
+        self._trains_none = "limit_train_batches" in zero
         if "max_epochs" in zero:
             self._run.max_epochs = 0
         if "max_steps" in zero or self._trains_none:

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 class HeldOptimizer:
     """An optimizer with a `step` that keeps ranks together; in all else it is that optimizer, also for `isinstance`."""
 
-    _run: RunState
-
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
 
     __class__: Any = property(lambda self: type(self.optimizer))
 
     def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # of one that is being copied
+            raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -18,6 +18,7 @@ from lockstep.strategies.launch import environment
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
 from lockstep.trainer.run.hooks import check_names, check_shapes, overrides
+from lockstep.trainer.run.manual import HeldOptimizer
 from lockstep.trainer.setup import start
 from lockstep.trainer.setup.loaders import Sources, loaders_of
 
@@ -269,6 +270,8 @@ def check_schedulers(module: Module, named: Mapping[str, Optimizer], schedulers:
     for config in schedulers:
         kind = type(config.scheduler).__name__
         driven = getattr(config.scheduler, "optimizer", None)
+        if isinstance(driven, HeldOptimizer):
+            raise ValueError(f"{kind} is built on what self.optimizers() gives; build it on one of trainer.optimizers")
         if isinstance(driven, Optimizer) and not any(driven is optimizer for optimizer in named.values()):
             raise ValueError(
                 f"{kind} drives a {type(driven).__name__} that {name}.configure_optimizers did not return, or that "

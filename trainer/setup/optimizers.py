@@ -22,25 +22,37 @@ FORMS = (
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """A learning-rate scheduler and when it steps."""
+    """A learning-rate scheduler and when it steps. Raises ValueError or TypeError for what cannot be."""
 
     scheduler: Any
+    name: str | None = None
+    """What LearningRateMonitor calls it."""
     interval: str = "epoch"
     """"epoch" or "step" (optimizer steps)."""
     frequency: int = 1
     """Steps at every `frequency`-th interval."""
+    reduce_on_plateau: bool | None = None
+    """Whether it steps on the value of `monitor`, as a ReduceLROnPlateau always does."""
     monitor: str | None = None
     """Name of the metric that it is stepped on."""
-    name: str | None = None
-    """What LearningRateMonitor calls it."""
     strict: bool = True
     """Whether a missing `monitor` is an error."""
-    reduce_on_plateau: bool | None = None
-    """Whether it steps on the value of `monitor`; None: if it is a ReduceLROnPlateau."""
 
     def __post_init__(self) -> None:
-        if self.reduce_on_plateau is None:
-            object.__setattr__(self, "reduce_on_plateau", isinstance(self.scheduler, ReduceLROnPlateau))
+        on_plateau = bool(self.reduce_on_plateau) or isinstance(self.scheduler, ReduceLROnPlateau)
+        object.__setattr__(self, "reduce_on_plateau", on_plateau)
+        if self.interval not in ("epoch", "step"):
+            raise ValueError(f"interval of an lr_scheduler must be 'epoch' or 'step', but interval={self.interval!r}")
+        if not isinstance(self.frequency, int) or self.frequency < 1:
+            raise ValueError(
+                f"frequency of an lr_scheduler must be a whole number of at least 1, but frequency={self.frequency!r}"
+            )
+        for name in ("state_dict", "load_state_dict"):
+            if not callable(getattr(self.scheduler, name, None)):
+                raise TypeError(
+                    f"a scheduler is saved with every checkpoint, but {type(self.scheduler).__name__} has no {name}; "
+                    "define it"
+                )
 
 
 def parse(configured: Any) -> tuple[dict[str, Optimizer], list[SchedulerConfig]]:
@@ -120,24 +132,8 @@ def scheduler_of(value: Any, monitor: str | None = None) -> SchedulerConfig:
                 "an lr_scheduler dict may hold scheduler, interval, frequency, monitor, name and strict, but it has "
                 f"{', '.join(unknown)}"
             )
-        config = SchedulerConfig(**{"monitor": monitor, **value})
-    else:
-        config = SchedulerConfig(value, monitor=monitor)
-    if config.interval not in ("epoch", "step"):
-        raise ValueError(f"interval of an lr_scheduler must be 'epoch' or 'step', but interval={config.interval!r}")
-    if not isinstance(config.frequency, int) or config.frequency < 1:
-        raise ValueError(
-            f"frequency of an lr_scheduler must be a whole number of at least 1, but frequency={config.frequency!r}"
-        )
-    missing = [
-        name for name in ("state_dict", "load_state_dict") if not callable(getattr(config.scheduler, name, None))
-    ]
-    if missing:
-        raise TypeError(
-            f"a scheduler is saved with every checkpoint, but {type(config.scheduler).__name__} has no {missing[0]}; "
-            "define it"
-        )
-    return config
+        return SchedulerConfig(**{"monitor": monitor, **value})
+    return SchedulerConfig(value, monitor=monitor)
 
 
 def step_schedulers(run: RunState, module: Module, interval: str) -> None:

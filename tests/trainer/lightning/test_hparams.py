@@ -118,6 +118,14 @@ class Data(pl.LightningDataModule):
         self.seen = state_dict["seen"]
 
 
+def test_a_data_module_is_not_built_from_a_run_without_one(tmp_path: Path) -> None:
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, "a")
+    pl.Trainer(**QUIET | {"enable_checkpointing": True}, callbacks=[saver]).fit(Net(), data(2))
+    with pytest.raises(TypeError, match=r"Data needs folder, lock, size, which checkpoint .* does not hold"):
+        Data.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert Data.load_from_checkpoint(tmp_path / "a.ckpt", folder="here", lock=None, size=5).hparams.size == 5
+
+
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_a_data_module_is_built_from_a_checkpoint(tmp_path: Path, weights_only: bool) -> None:
     module = Data("here", size=3)

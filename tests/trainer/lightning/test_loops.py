@@ -93,6 +93,13 @@ def test_a_limit_of_zero_trains_nothing(zero: dict[str, Any], devices: int, capl
     assert trainer.test(module, loader(8))
 
 
+@pytest.mark.parametrize("zero", [{"max_epochs": 0}, {"max_steps": 0}, {"limit_train_batches": 0}])
+def test_fast_dev_run_holds_over_a_limit_of_zero(zero: dict[str, Any]) -> None:
+    trainer = pl.Trainer(**QUIET, fast_dev_run=True, **zero)
+    trainer.fit(classifier(pl)(), loader(8))
+    assert trainer.global_step == 1
+
+
 def test_schedulers_of_manual_optimization_need_no_step() -> None:
     class Plain:
         def __init__(self, optimizer: Any) -> None:

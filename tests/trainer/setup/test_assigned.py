@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,55 @@ def test_a_scheduler_that_monitors_a_metric_may_be_assigned() -> None:
     callbacks: list[Callback] = [Changes(set_plateau), Rates(rates)]
     quiet(callbacks=callbacks, max_epochs=4, accelerator="cpu", devices=1).fit(net(), loader(), loader())
     assert rates[0] == 1e-2 and rates[-1] < 1e-2
+
+
+def scheduler_by(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], None]:
+    """Assigns what `make` builds on an optimizer that is assigned, too."""
+
+    def assign(trainer: Any, module: Any) -> None:
+        optimizer = adam(module)
+        trainer.optimizers = optimizer
+        trainer.lr_scheduler_configs = [make(module, optimizer)]
+
+    return assign
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda m, o: LRSchedulerConfig(StepLR(o, 1), interval="batch"), "interval of an lr_scheduler.*'batch'"),
+        (lambda m, o: LRSchedulerConfig(StepLR(o, 1), frequency=0), "frequency of an lr_scheduler.*frequency=0"),
+        (
+            lambda m, o: LRSchedulerConfig(StepLR(m.optimizers(), 1)),
+            r"StepLR is built on what self.optimizers\(\) gives",
+        ),
+    ],
+)
+def test_a_scheduler_that_would_change_nothing_is_refused(make: Callable[[Any, Any], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        change(scheduler_by(make))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m, o: LRSchedulerConfig(StepLR(o, 1, 0.5), "rate", "epoch"),  # Lightning's order
+        lambda m, o: LRSchedulerConfig(
+            ReduceLROnPlateau(o, "max", 0.5, 0), reduce_on_plateau=False, monitor="val/loss"
+        ),
+    ],
+)
+def test_a_scheduler_of_lightnings_class_steps(make: Callable[[Any, Any], Any]) -> None:
+    rates: list[float] = []
+    callbacks: list[Callback] = [Changes(scheduler_by(make)), Rates(rates)]
+    quiet(callbacks=callbacks, max_epochs=4, accelerator="cpu", devices=1).fit(net(), loader(), loader())
+    assert rates[0] == 1e-2 and rates[-1] < 1e-2
+
+
+def test_what_optimizers_gives_can_be_copied() -> None:
+    held: list[Any] = []
+    change(lambda trainer, module: held.append(copy.copy(module.optimizers())))
+    assert isinstance(held[0], SGD) and held[0].param_groups
 
 
 class Rates(Callback):
