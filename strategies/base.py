@@ -370,8 +370,8 @@ class Strategy(ABC):
         """Return rank `src`'s value everywhere: a tensor (its shape known on all ranks) or JSON data."""
 
     @abstractmethod
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
+    def barrier(self, name: str = "") -> None:
+        """Wait until every rank is here; `name` is for who reads the call."""
 
     # ---- 3. sampler seeding ----------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,6 +18,26 @@ from lockstep.strategies.checkpoint_state import Reader, TensorShard
 from lockstep.strategies.losses import counting_nothing, split_loss
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
 from lockstep.strategies.sync.collectives import sum_gradients
+
+_ELSEWHERE = {
+    "accelerator": "read topology.device.type",
+    "checkpoint_io": "call trainer.save_checkpoint",
+    "cluster_environment": "read topology",
+    "global_rank": "read topology.rank",
+    "is_global_zero": "read trainer.is_global_zero",
+    "launcher": "read starts_ranks",
+    "lightning_module": "read trainer.lightning_module",
+    "model": "read trainer.model",
+    "node_rank": "read topology.node_rank",
+    "local_rank": "read topology.local_rank",
+    "num_processes": "read num_devices",
+    "precision_plugin": "read trainer.precision",
+    "reduce": "call all_reduce",
+    "root_device": "read topology.device",
+    "strategy_name": "read name",
+    "world_size": "read topology.world_size",
+}
+"""Attributes of other trainers' strategies, and what to write instead."""
 
 
 def _of_run(name: str) -> property:
@@ -46,6 +66,14 @@ class SPMDHooks(Strategy):
     """Whether this rank is in a process group."""
     _step_hooks = NO_HOOKS
     """Those of the running step."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # raises the error of a property again
+            instead = f"; {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
     optimizers = _of_run("optimizers")
     lr_scheduler_configs = _of_run("lr_scheduler_configs")

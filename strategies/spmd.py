@@ -306,7 +306,7 @@ class SPMDStrategy(SPMDStep):
     def broadcast(self, value: Any, src: int = 0) -> Any:
         return collectives.broadcast(value, src) if self._in_group else value
 
-    def barrier(self) -> None:
+    def barrier(self, name: str = "") -> None:
         if self._in_group:
             dist.barrier()
 

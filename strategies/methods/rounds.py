@@ -168,7 +168,7 @@ class LearnerRounds(SPMDStrategy):
         self._refuse_in_turn("broadcast")
         return super().broadcast(value, src)
 
-    def barrier(self) -> None:
+    def barrier(self, name: str = "") -> None:
         self._refuse_in_turn("barrier")
         super().barrier()
 

@@ -111,6 +111,23 @@ def test_what_follows_the_run_cannot_be_set(name: str, said: str) -> None:
 def test_a_strategy_has_optimizers_only_in_a_run() -> None:
     with pytest.raises(AttributeError, match="a strategy has optimizers only while fit runs; read trainer.optimizers"):
         quiet().strategy.optimizers = []  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="a strategy has lr_scheduler_configs only while fit runs"):
+        _ = quiet().strategy.lr_scheduler_configs  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("root_device", "; read topology.device"),
+        ("is_global_zero", "; read trainer.is_global_zero"),
+        ("reduce", "; call all_reduce"),
+        ("nothing", ""),
+    ],
+)
+def test_attributes_of_other_strategies_are_named(name: str, instead: str) -> None:
+    with pytest.raises(AttributeError, match=f"^'SingleDevice' object has no attribute '{name}'{instead}$"):
+        getattr(quiet(devices=1).strategy, name)
+    quiet(devices=1).strategy.barrier("loaded")
 
 
 def test_evaluation_without_a_module_takes_the_best_weights(tmp_path: Path) -> None:

@@ -318,7 +318,7 @@ class Federated(ClientSteps):
         self._refuse_on_client("broadcast")
         return super().broadcast(value, src)
 
-    def barrier(self) -> None:
+    def barrier(self, name: str = "") -> None:
         self._refuse_on_client("barrier")
         super().barrier()
 

@@ -213,7 +213,7 @@ class ParameterServer(SPMDStrategy):
     def _of_all(self, value: Any) -> list[Any]:
         return [self.broadcast(value, rank) for rank in range(self.topology.world_size)]
 
-    def barrier(self) -> None:
+    def barrier(self, name: str = "") -> None:
         self._gather("barrier")
         super().barrier()
 
