@@ -123,11 +123,41 @@ def test_a_finished_run_is_trained_on_with_its_masks(tmp_path: Path) -> None:
 
 
 def test_masks_stay_if_they_are_not_made_permanent() -> None:
-    module = fit(pl.callbacks.ModelPruning("l1_unstructured", make_pruning_permanent=False))
+    once = {"apply_pruning": lambda epoch: epoch == 0, "make_pruning_permanent": False}
+    module = fit(pl.callbacks.ModelPruning("l1_unstructured", **once))
     layer = module.net[0]
+    module.net(torch.zeros(1, 4, dtype=torch.float64))
     assert prune.is_pruned(layer) and torch.equal(layer.weight, layer.weight_orig * layer.weight_mask)
-    fit(pl.callbacks.ModelPruning("l1_unstructured"), module, max_epochs=1)
-    assert not prune.is_pruned(module)
+    start = layer.weight_orig.detach().clone()
+    fit(pl.callbacks.ModelPruning("l1_unstructured", amount=0.1, **once), module, max_epochs=1)
+    assert torch.equal(layer.weight_orig, start)
+    resampled = pl.callbacks.ModelPruning("l1_unstructured", amount=0.1, resample_parameters=True)
+    fit(resampled, module, max_epochs=1)
+    assert not prune.is_pruned(module) and not torch.isin(layer.weight[layer.weight != 0], start).any()
+
+
+def test_a_callback_prunes_several_modules() -> None:
+    pruning = pl.callbacks.ModelPruning("l1_unstructured", amount=0.3)
+    folds = [fit(pruning, max_epochs=1) for _ in range(2)]
+    assert all(map(torch.equal, weights(folds[0]), weights(folds[1])))
+
+
+class SavesAsEpochsEnd(pl.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_checkpoint_of_a_callback_at_the_end_of_an_epoch_is_resumed(is_first: bool, tmp_path: Path) -> None:
+    pruning, saver = randomly(), SavesAsEpochsEnd(tmp_path)
+    first, second = (saver, pruning) if is_first else (pruning, saver)
+    whole = fit(first, callbacks=[second])
+    for epoch in (0, 2):
+        resumed = fit(randomly(), ckpt_path=tmp_path / f"{epoch}")
+        assert all(map(torch.equal, weights(resumed), weights(whole)))
 
 
 class Tied(Net):
@@ -137,10 +167,24 @@ class Tied(Net):
         self.net[2].weight = self.net[0].weight
 
 
+class Unbiased(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 3, bias=False))
+
+
 @pytest.mark.parametrize(
     ("module", "pruning", "options", "error"),
     [
         (Tied, {}, {}, "cannot prune net.0.weight and net.2.weight, which are one parameter"),
+        (Unbiased, {"parameter_names": ["bias"]}, {}, "no layer of Unbiased has a parameter called 'bias'"),
+        (
+            Net,
+            {"pruning_fn": "ln_structured", "use_global_unstructured": False, "pruning_dim": 0, "pruning_norm": 2},
+            {},
+            "ln_structured with pruning_dim=0 cannot prune bias of Linear.*has 1 dimensions; give parameter_names",
+        ),
+        (Net, {"amount": lambda epoch: 1.5}, {}, "amount must be a share from 0.0 to 1.0.*got 1.5"),
         (Net, {}, {"callbacks": [pl.callbacks.EMAWeightAveraging()]}, "ModelPruning and WeightAveraging both change"),
         *(
             pytest.param(Net, {}, {"strategy": strategy, "devices": 2}, error, marks=pytest.mark.ranks)
@@ -168,7 +212,7 @@ class Tied(Net):
 )
 def test_what_is_not_exact_is_refused(module: Any, pruning: Any, options: Any, error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        fit(pl.callbacks.ModelPruning("l1_unstructured", **pruning), module(), **options)
+        fit(pl.callbacks.ModelPruning(**{"pruning_fn": "l1_unstructured"} | pruning), module(), **options)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +224,8 @@ def test_what_is_not_exact_is_refused(module: Any, pruning: Any, options: Any, e
         ({"pruning_fn": "random_structured", "pruning_dim": 0}, "give use_global_unstructured=False"),
         ({"pruning_fn": prune.L1Unstructured, "use_global_unstructured": False}, "give use_global_unstructured=True"),
         ({"pruning_fn": "l1_unstructured", "amount": "half"}, "amount must be a number.*got 'half'"),
+        ({"pruning_fn": "l1_unstructured", "amount": 1.5}, "amount must be a share from 0.0 to 1.0.*got 1.5"),
+        ({"pruning_fn": "l1_unstructured", "amount": -1}, "amount must be a share from 0.0 to 1.0.*got -1"),
         ({"pruning_fn": "l1_unstructured", "verbose": 3}, "verbose must be 0, 1 or 2, got 3"),
     ],
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.utils import prune
 from lockstep.callbacks._support.parameter_state import ParameterState, is_held
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.training.weight_averaging import WeightAveraging
+from lockstep.trainer.lightning.callbacks.masks import Masks, Places, compute, count_pruned, is_pruned, whole
 from lockstep.trainer.lightning.utilities import MisconfigurationException, isolate_rng, rank_zero_info
 from lockstep.trainer.module import Module
 from lockstep.trainer.seeding import derive, seed_everything
@@ -23,16 +24,13 @@ from lockstep.trainer.seeding import derive, seed_everything
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
 
-_METHODS: dict[str, tuple[Callable[..., Any], Any]] = {
-    "ln_structured": (prune.ln_structured, prune.LnStructured),
-    "l1_unstructured": (prune.l1_unstructured, prune.L1Unstructured),
-    "random_structured": (prune.random_structured, prune.RandomStructured),
-    "random_unstructured": (prune.random_unstructured, prune.RandomUnstructured),
+_METHODS: dict[str, tuple[Callable[..., Any], Any, tuple[str, ...]]] = {
+    "ln_structured": (prune.ln_structured, prune.LnStructured, ("dim", "n")),
+    "l1_unstructured": (prune.l1_unstructured, prune.L1Unstructured, ()),
+    "random_structured": (prune.random_structured, prune.RandomStructured, ("dim",)),
+    "random_unstructured": (prune.random_unstructured, prune.RandomUnstructured, ()),
 }
 _CONTAINERS = (Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
-Places = Sequence[tuple[nn.Module, str]]
-"""Modules and the names of their parameters."""
-_Tensors = dict[nn.Parameter, dict[str, Tensor]]
 
 
 class ModelPruning(Callback):
@@ -69,62 +67,54 @@ class ModelPruning(Callback):
         self._parameter_names = parameter_names or self.PARAMETER_NAMES
         if unknown := [name for name in self._parameter_names if name not in self.PARAMETER_NAMES]:
             raise MisconfigurationException(f"parameter_names must be 'weight' and 'bias', got {unknown[0]!r}")
-        if not callable(amount) and not isinstance(amount, int | float):
-            raise MisconfigurationException(f"amount must be a number or a function of the epoch, got {amount!r}")
+        if not callable(amount):
+            _check_amount(amount)
         if verbose not in (0, 1, 2):
             raise MisconfigurationException(f"verbose must be 0, 1 or 2, got {verbose!r}")
         self._use_global_unstructured = use_global_unstructured
+        self._dim = pruning_dim
         self.pruning_fn, self._method_name = self._method(pruning_fn, pruning_dim, pruning_norm)
         self.amount = amount
-        self._parameters_to_prune = parameters_to_prune
+        self._given = self._parameters_to_prune = parameters_to_prune
         self._apply_pruning = apply_pruning
         self._make_pruning_permanent = make_pruning_permanent
         self._use_lottery_ticket_hypothesis = use_lottery_ticket_hypothesis
         self._resample_parameters = resample_parameters
         self._verbose = verbose
         self._prune_on_train_epoch_end = prune_on_train_epoch_end
-        self._originals: dict[nn.Module, nn.Module] = {}
-        self._masks: _Masks | None = None
+        self._originals: list[Tensor] = []
+        self._masks: Masks | None = None
         self._seed: int | None = None
+        self._ended: int | None = None  # the last epoch whose end this has seen
 
     def _method(self, given: Any, dim: int | None, norm: int | None) -> tuple[Any, str]:
         """What prunes, and its name."""
-        options: dict[str, Any] = {}
-        if self._is_pruning_method(given):
-            method, function = given, None
+        if inspect.isclass(given) and issubclass(given, prune.BasePruningMethod):
             if not self._use_global_unstructured:
                 raise MisconfigurationException(
                     f"pruning_fn={given.__name__} is a class, which prunes over all parameters; give "
                     "use_global_unstructured=True"
                 )
+            method: Any = given
         elif isinstance(given, str) and given.lower() in _METHODS:
-            name = given.lower()
-            function, method = _METHODS[name]
-            if name.endswith("_structured"):
-                options["dim"] = dim
-            if name == "ln_structured":
-                options["n"] = norm
+            function, method, arguments = _METHODS[given.lower()]
+            options = {name: value for name, value in (("dim", dim), ("n", norm)) if name in arguments}
             if None in options.values():
                 raise MisconfigurationException(
-                    f"pruning_fn={name!r} needs pruning_dim{' and pruning_norm' if 'n' in options else ''}"
+                    f"pruning_fn={given!r} needs pruning_dim{' and pruning_norm' if 'n' in options else ''}"
                 )
+            if not self._use_global_unstructured:
+                return partial(function, **options), function.__name__
         else:
             raise MisconfigurationException(
                 f"pruning_fn must be {', '.join(map(repr, _METHODS))}, or a class derived from "
                 f"torch.nn.utils.prune.BasePruningMethod, got {given!r}"
             )
-        if not self._use_global_unstructured:
-            assert function is not None
-            return partial(function, **options), function.__name__
         if method.PRUNING_TYPE != "unstructured":
             raise MisconfigurationException(
                 f"{method.__name__} prunes within each parameter; give use_global_unstructured=False"
             )
         return method, method.__name__
-
-    @staticmethod
-    def _is_pruning_method(given: Any) -> bool:
-        return inspect.isclass(given) and issubclass(given, prune.BasePruningMethod)
 
     @staticmethod
     def sanitize_parameters_to_prune(
@@ -137,14 +127,14 @@ class ModelPruning(Callback):
                 (layer, name)
                 for name in parameter_names or ModelPruning.PARAMETER_NAMES
                 for layer in layers
-                if isinstance(_whole(layer, name), nn.Parameter)
+                if isinstance(whole(layer, name), nn.Parameter)
             ]
         for place in parameters_to_prune:
             if not (isinstance(place, tuple | list) and len(place) == 2 and isinstance(place[0], nn.Module)):
                 raise MisconfigurationException(
                     f"parameters_to_prune must be a list of (layer, name of its parameter), but has {place!r}"
                 )
-            if place[0] not in layers or not isinstance(_whole(*place), nn.Parameter):
+            if place[0] not in layers or not isinstance(whole(*place), nn.Parameter):
                 raise MisconfigurationException(
                     f"parameters_to_prune has {place[1]!r} of {place[0]!r}, which is not a parameter in the model"
                 )
@@ -161,8 +151,15 @@ class ModelPruning(Callback):
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         if stage != "fit":
             return
-        places = self.sanitize_parameters_to_prune(module, self._parameters_to_prune, self._parameter_names)
+        places = self.sanitize_parameters_to_prune(module, self._given, self._parameter_names)
         self._parameters_to_prune = self.filter_parameters_to_prune(places)
+        if not self._parameters_to_prune:
+            names = " or ".join(map(repr, self._parameter_names))
+            raise MisconfigurationException(
+                f"ModelPruning found nothing to prune: no layer of {type(module).__name__} has a parameter called "
+                f"{names} that filter_parameters_to_prune keeps; give others in parameter_names"
+            )
+        self._check_dimensions()
         if trainer.world_size > 1 and not self._make_pruning_permanent:
             raise ValueError(
                 "ModelPruning(make_pruning_permanent=False) leaves masks in the module, which "
@@ -172,16 +169,27 @@ class ModelPruning(Callback):
             raise ValueError(
                 "ModelPruning and WeightAveraging both change the weights that are saved; give one of them"
             )
-        self._originals = {}
-        if self._use_lottery_ticket_hypothesis:
-            self._originals = {layer: copy.deepcopy(layer) for layer, _ in self._parameters_to_prune}
+        rewound = self._parameters_to_prune if self._use_lottery_ticket_hypothesis else ()
+        self._originals = [whole(*place).detach().clone() for place in rewound]
+        self._ended = None
+
+    def _check_dimensions(self) -> None:
+        if self._use_global_unstructured or not self._method_name.endswith("_structured") or self._dim is None:
+            return
+        for layer, name in self._parameters_to_prune:
+            has = whole(layer, name).dim()
+            if has < 2 or not -has <= self._dim < has:
+                raise MisconfigurationException(
+                    f"{self._method_name} with pruning_dim={self._dim} cannot prune {name} of {layer}, which has {has} "
+                    "dimensions; give parameter_names=['weight'], or choose in parameters_to_prune"
+                )
 
     def parameter_state(self, trainer: Trainer, module: Module) -> ParameterState:
         names: dict[Tensor, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
         for place in self._parameters_to_prune:
-            parameter = _whole(*place)
+            parameter = whole(*place)
             if not is_held(parameter) or hasattr(parameter, "to_local"):
                 raise ValueError(
                     f"ModelPruning ranks whole weights, and {trainer.strategy.name} shards them over ranks; use "
@@ -192,27 +200,31 @@ class ModelPruning(Callback):
                     f"ModelPruning cannot prune {' and '.join(names[parameter])}, which are one parameter; name others "
                     "in parameters_to_prune"
                 )
-        self._masks = _Masks(self._parameters_to_prune, self._originals)
+        self._masks = Masks(self._parameters_to_prune, self._originals)
         return self._masks
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seed": self._seed}
+        return {"seed": self._seed, "ended": -1 if self._ended is None else self._ended}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._seed = state_dict["seed"]
+        self._seed, self._ended = state_dict["seed"], state_dict.get("ended")
         if self._masks is not None:
             self._masks.apply_saved()
 
     def on_load_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
         for layer, name in self._parameters_to_prune:
-            if _is_pruned(layer, name):  # the checkpoint has the names of the module as it was built
+            if is_pruned(layer, name):  # the checkpoint has the names of the module as it was built
                 prune.remove(layer, name)
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         if self._seed is None:
             self._seed = trainer.strategy.broadcast(torch.initial_seed() % 2**63)
+        is_closed, epoch = trainer._run.progress.epoch_closed, trainer.current_epoch
+        if is_closed and self._ended is not None and self._ended < epoch:  # a callback before this saved at its end
+            self.on_train_epoch_end(trainer, module)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        self._ended = trainer.current_epoch
         if self._prune_on_train_epoch_end:
             self._run_pruning(trainer)
 
@@ -239,6 +251,7 @@ class ModelPruning(Callback):
         amount = self.amount(epoch) if callable(self.amount) else self.amount
         if not (chosen(epoch) if callable(chosen) else chosen) or not amount:
             return
+        _check_amount(amount)
         assert self._seed is not None
         with isolate_rng():
             seed_everything(derive(self._seed, self.state_key, trainer.global_step))
@@ -249,9 +262,9 @@ class ModelPruning(Callback):
     @torch.no_grad()
     def apply_pruning(self, amount: int | float) -> None:
         """Prune what is to be pruned, by its weights of now."""
-        before = [_pruned(*place) for place in self._parameters_to_prune] if self._verbose else []
+        before = [count_pruned(*place) for place in self._parameters_to_prune] if self._verbose else []
         for place in self._parameters_to_prune:
-            _compute(*place)
+            compute(*place)
         if self._use_global_unstructured:
             options = {"amount": amount} if "amount" in inspect.signature(self.pruning_fn).parameters else {}
             prune.global_unstructured(self._parameters_to_prune, pruning_method=self.pruning_fn, **options)
@@ -259,142 +272,51 @@ class ModelPruning(Callback):
             for layer, name in self._parameters_to_prune:
                 self.pruning_fn(layer, name=name, amount=amount)
         if self._verbose:
-            self._report(before, [_pruned(*place) for place in self._parameters_to_prune])
+            self._report(before, [count_pruned(*place) for place in self._parameters_to_prune])
 
     def _report(self, before: list[tuple[int, int]], now: list[tuple[int, int]]) -> None:
-        total = sum(size for _, size in now)
-        lines = [("all", sum(zeros for zeros, _ in before), total, sum(zeros for zeros, _ in now))]
-        if self._verbose == 2:
-            places = zip(self._parameters_to_prune, before, now, strict=True)
-            lines += [(f"{name} of {layer}", *was, zeros) for (layer, name), was, (zeros, _) in places]
-        for what, zeros, total, pruned in lines:
+        def line(what: str, was: int, zeros: int, size: int) -> None:
             rank_zero_info(
-                f"{self._method_name} pruned {what}: {zeros} of {total} before ({zeros / total:.2%}), {pruned} now "
-                f"({pruned / total:.2%})"
+                f"{self._method_name} pruned {what}: {was} of {size} before ({was / size:.2%}), {zeros} now "
+                f"({zeros / size:.2%})"
             )
+
+        line("all", sum(was for was, _ in before), *map(sum, zip(*now, strict=True)))
+        if self._verbose == 2:
+            for (layer, name), (was, _), (zeros, size) in zip(self._parameters_to_prune, before, now, strict=True):
+                line(f"{name} of {layer}", was, zeros, size)
 
     @torch.no_grad()
     def apply_lottery_ticket_hypothesis(self) -> None:
         """Set what is left of the weights back to what they were at the start, or to new ones that their layers draw
         with `resample_parameters` (Frankle and Carbin 2019, arXiv:1803.03635)."""
-        drawn = {}
-        for layer, original in self._originals.items():
-            drawn[layer] = copy.deepcopy(original) if self._resample_parameters else original
-            reset = getattr(drawn[layer], "reset_parameters", None)
-            if self._resample_parameters and callable(reset):
-                reset()
-        for layer, name in self._parameters_to_prune:
-            _whole(layer, name).copy_(_whole(drawn[layer], name))
-            _compute(layer, name)
+        drawn: dict[nn.Module, nn.Module] = {}
+        for (layer, name), original in zip(self._parameters_to_prune, self._originals, strict=True):
+            if self._resample_parameters and callable(getattr(layer, "reset_parameters", None)):
+                if layer not in drawn:
+                    drawn[layer] = _drawn(layer)
+                original = getattr(drawn[layer], name)
+            whole(layer, name).copy_(original)
+            compute(layer, name)
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
         """Take the masks out of a module, whose weights stay pruned."""
         for layer in module.modules():
             for name in [name.removesuffix("_orig") for name, _ in layer.named_parameters(recurse=False)]:
-                if _is_pruned(layer, name):
+                if is_pruned(layer, name):
                     prune.remove(layer, name)
 
 
-class _Masks(ParameterState):
-    """Masks and whole weights of pruned parameters, and the weights that they had at the start."""
-
-    def __init__(self, places: Places, originals: dict[nn.Module, nn.Module]) -> None:
-        self._places: dict[nn.Parameter, tuple[nn.Module, str]] = {_whole(*place): place for place in places}
-        self._originals = originals
-        self._kept: _Tensors = {}  # while the parameters have the places and values that are saved
-        self._saved: _Tensors = {}
-        super().__init__(self._places)
-
-    def reset(self) -> None:
-        self._kept.clear()
-        self._saved.clear()
-
-    def keep(self) -> None:
-        """Note what pruning that is made permanent would lose."""
-        for parameter, place in self._places.items():
-            if _is_pruned(*place):
-                self._kept[parameter] = {"whole": parameter.detach().clone(), "mask": _mask(*place)}
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        with torch.no_grad():
-            pruned = {parameter: place for parameter, place in self._places.items() if _is_pruned(*place)}
-            self.keep()
-            for parameter, (layer, name) in pruned.items():
-                for each in (name, *_names(name)):
-                    delattr(layer, each)
-                layer.register_parameter(name, parameter)
-                parameter.mul_(self._kept[parameter]["mask"])
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for parameter, (layer, name) in pruned.items():
-                    kept = self._kept.pop(parameter)
-                    delattr(layer, name)
-                    key, mask_key = _names(name)
-                    layer.register_parameter(key, parameter)
-                    layer.register_buffer(mask_key, kept["mask"])
-                    parameter.copy_(kept["whole"])
-                    _compute(layer, name)
-
-    def tensors(self) -> dict[Tensor, dict[str, Tensor]]:
-        state: dict[Tensor, dict[str, Tensor]] = {}
-        for parameter, (layer, name) in self._places.items():
-            found = dict(self._kept.get(parameter, {}))
-            if layer in self._originals:
-                found["original"] = _whole(self._originals[layer], name).detach()
-            if found:
-                state[parameter] = found
-        return state
-
-    @torch.no_grad()
-    def take(self, parameter: Tensor, saved: dict[str, Tensor]) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        layer, name = self._places[parameter]
-        if layer in self._originals and "original" in saved:
-            _whole(self._originals[layer], name).copy_(saved["original"])
-        if "mask" in saved:
-            self._saved[parameter] = saved
-
-    @torch.no_grad()
-    def apply_saved(self) -> None:
-        """Prune what was pruned when the checkpoint was saved."""
-        for parameter, saved in self._saved.items():
-            layer, name = self._places[parameter]
-            prune.custom_from_mask(layer, name, saved["mask"].to(parameter.device))
-            parameter.copy_(saved["whole"])
-            _compute(layer, name)
-        self._saved.clear()
+def _check_amount(amount: Any) -> None:
+    if not isinstance(amount, Real):
+        raise MisconfigurationException(f"amount must be a number or a function of the epoch, got {amount!r}")
+    if not 0 <= float(amount) <= (float("inf") if isinstance(amount, Integral) else 1):
+        raise MisconfigurationException(f"amount must be a share from 0.0 to 1.0 or a whole number, got {amount!r}")
 
 
-def _names(name: str) -> tuple[str, str]:
-    """Under which a pruned layer has the whole parameter and its mask."""
-    return f"{name}_orig", f"{name}_mask"
-
-
-def _mask(layer: nn.Module, name: str) -> Tensor:
-    _, mask = _names(name)
-    return layer.get_buffer(mask)
-
-
-def _is_pruned(layer: nn.Module, name: str) -> bool:
-    return all(hasattr(layer, each) for each in _names(name))
-
-
-def _whole(layer: nn.Module, name: str) -> Any:
-    """The parameter without its mask; None if the layer has none."""
-    whole, _ = _names(name)
-    return getattr(layer, whole if _is_pruned(layer, name) else name, None)
-
-
-def _compute(layer: nn.Module, name: str) -> None:
-    """Let a pruned layer have the weight of now, as its next forward computes it."""
-    if _is_pruned(layer, name):
-        setattr(layer, name, _mask(layer, name) * _whole(layer, name))
-
-
-def _pruned(layer: nn.Module, name: str) -> tuple[int, int]:
-    """How many values of a parameter are pruned, and how many it has."""
-    zeros = int((_mask(layer, name) == 0).sum()) if _is_pruned(layer, name) else 0
-    return zeros, _whole(layer, name).numel()
+def _drawn(layer: Any) -> nn.Module:
+    """A copy of a pruned layer, whose weights are new."""
+    computed = [value for value in vars(layer).values() if isinstance(value, Tensor)]
+    copied = copy.deepcopy(layer, {id(value): value.detach().clone() for value in computed})  # they may be no leaves
+    copied.reset_parameters()
+    return copied
