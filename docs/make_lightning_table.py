@@ -158,7 +158,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "says; of `refresh_rate` only 0 has an effect, with `lockstep.lightning`",
         "RichModelSummary": "`ModelSummary`",
         "RichProgressBar": "`ProgressBar`",
-        "StochasticWeightAveraging": "`lockstep.lightning` only; refuses BatchNorm, whose statistics Lightning "
+        "StochasticWeightAveraging": "`lockstep.lightning` only; refuses BatchNorm with statistics, which Lightning "
         "computes in an epoch more, and `avg_fn` if a strategy shards parameters; a module's `on_train_epoch_start` "
         "comes before it; the last checkpoint has the averages",
         "TQDMProgressBar": "`ProgressBar`",

@@ -72,6 +72,7 @@ class WeightAveraging(Callback):
         self.update_starting_at_epoch = update_starting_at_epoch
         self.use_buffers = use_buffers
         self._averages: Averages | None = None
+        self._num_updates = 0
         self._last_step = 0
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -89,8 +90,8 @@ class WeightAveraging(Callback):
 
     @property
     def num_updates(self) -> int:
-        """Updates so far."""
-        return 0 if self._averages is None else self._averages.num_updates
+        """Updates so far in this fit, or in the last one."""
+        return self._num_updates if self._averages is None else self._averages.num_updates
 
     def parameter_state(self, trainer: Trainer, module: Module) -> ParameterState:
         if any(isinstance(item, WeightAveraging) and item is not self for item in trainer.callbacks):
@@ -109,8 +110,9 @@ class WeightAveraging(Callback):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._num_updates = state_dict["num_updates"]
         if self._averages is not None:
-            self._averages.num_updates = state_dict["num_updates"]
+            self._averages.num_updates = self._num_updates
             saved = state_dict.get("buffers", {})
             if self._averages.buffers is not None:
                 self._averages.buffers.load_state_dict(saved)
@@ -154,12 +156,12 @@ class WeightAveraging(Callback):
             self._averages.swap_in()  # the last checkpoint is still to come
 
     def on_fit_end(self, trainer: Trainer, module: Module) -> None:
-        self._averages = None
+        self._num_updates, self._averages = self.num_updates, None
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
         if self._averages is not None:
             self._averages.swap_out()
-            self._averages = None
+            self._num_updates, self._averages = self.num_updates, None
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_averages": None}

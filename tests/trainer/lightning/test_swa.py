@@ -109,6 +109,33 @@ def test_one_process_resumes_anywhere(step: int, tmp_path: Path) -> None:
     assert all(map(torch.equal, weights(resumed), weights(whole)))
 
 
+class SavesAsEpochsStart(pl.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}")
+
+
+def test_a_run_that_is_killed_as_an_epoch_starts_takes_its_weights_once(tmp_path: Path) -> None:
+    callback = averaging()
+    whole = fit(Stepped(), callback, callbacks=[SavesAsEpochsStart(tmp_path)])
+    assert callback.n_averaged == 3
+    for epoch in (2, 3):
+        resumed = fit(Stepped(), callback, ckpt_path=tmp_path / f"{epoch}")
+        assert callback.n_averaged == 3
+        assert all(map(torch.equal, weights(resumed), weights(whole)))
+    again = averaging()
+    fit(fit(Stepped(), again), again)
+    assert again.n_averaged == 3
+
+
+@pytest.mark.parametrize("options", [{"max_epochs": 2}, {"max_steps": 10}])
+def test_a_run_that_ends_before_its_averages_warns(options: Any) -> None:
+    with pytest.warns(UserWarning, match="keeps the weights of training: fit ended after [12] epochs.*from epoch 2 on"):
+        fit(Net(), **options)
+
+
 def test_rates_of_groups_and_a_share_of_epochs() -> None:
     class Groups(Net):
         def configure_optimizers(self) -> Any:
@@ -132,6 +159,13 @@ class Normed(Net):
         self.norm = nn.BatchNorm1d(3)
 
 
+def test_a_norm_without_statistics_is_averaged() -> None:
+    module = Normed()
+    module.norm = nn.BatchNorm1d(3, track_running_stats=False)
+    module.net.append(module.norm)
+    fit(module)
+
+
 class Two(Net):
     automatic_optimization = False
 
@@ -143,6 +177,7 @@ class Two(Net):
     ("module", "options", "more", "error"),
     [
         (Normed, {}, {}, "Normed has layers of BatchNorm, and Stochastic"),
+        (Net, {"swa_lrs": [0.1, 0.2]}, {}, "swa_lrs has 2 rates, but the optimizer has 1 groups; give one for each"),
         (Net, {"swa_epoch_start": 0.5}, {"max_epochs": None, "max_steps": 3}, "swa_epoch_start=0.5 is a share"),
         pytest.param(
             Net,

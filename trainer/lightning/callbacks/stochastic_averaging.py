@@ -15,7 +15,7 @@ from torch.optim.swa_utils import SWALR
 from lockstep.callbacks._support.parameter_state import ParameterState
 from lockstep.callbacks.training.weight_averaging import Averages
 from lockstep.trainer.lightning.callbacks.adapters import WeightAveraging
-from lockstep.trainer.lightning.utilities import MisconfigurationException
+from lockstep.trainer.lightning.utilities import MisconfigurationException, rank_zero_warn
 from lockstep.trainer.setup.optimizers import SchedulerConfig
 
 if TYPE_CHECKING:
@@ -85,7 +85,9 @@ class StochasticWeightAveraging(WeightAveraging):
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
-        if stage == "fit" and any(isinstance(layer, _NORMS) for layer in module.modules()):
+        if stage == "fit" and any(
+            isinstance(layer, _NORMS) and layer.running_mean is not None for layer in module.modules()
+        ):
             raise ValueError(
                 f"{type(module).__name__} has layers of BatchNorm, and StochasticWeightAveraging has no statistics "
                 "for its averages; use lockstep.callbacks.WeightAveraging(decay=None, use_buffers=True), "
@@ -94,6 +96,7 @@ class StochasticWeightAveraging(WeightAveraging):
 
     def parameter_state(self, trainer: Trainer, module: Module) -> ParameterState:
         self._averages = _Beside(super().parameter_state(trainer, module).parameters())
+        self._latest_update_epoch = -1
         return self._averages
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,8 +119,8 @@ class StochasticWeightAveraging(WeightAveraging):
             raise ValueError(
                 f"swa_epoch_start={self._swa_epoch_start} is a share of max_epochs, which is not set; give an int"
             )
+        _check_number(self._swa_lrs, trainer.optimizers[0])
         if self._rates is None:
-            self._latest_update_epoch = -1
             self._rates = _Rates(trainer.optimizers[0], self._annealing_epochs, self._annealing_strategy)
             first = [dataclasses.replace(each, scheduler=_Until(each.scheduler, self._rates)) for each in configs]
             trainer.lr_scheduler_configs = [*first, SchedulerConfig(self._rates)]
@@ -138,6 +141,12 @@ class StochasticWeightAveraging(WeightAveraging):
         ended = self._max_epochs == -1 or trainer.current_epoch >= self._max_epochs
         if ended and self.num_updates:
             super().on_train_end(trainer, module)
+        else:
+            rank_zero_warn(
+                f"the module keeps the weights of training: fit ended after {trainer.current_epoch} epochs, and "
+                f"StochasticWeightAveraging averages from epoch {self.swa_start} on and puts the averages in their "
+                f"place after epoch {self.swa_end}; lower swa_epoch_start, or train all of max_epochs"
+            )
 
     def on_fit_end(self, trainer: Trainer, module: Module) -> None:
         super().on_fit_end(trainer, module)
@@ -162,6 +171,7 @@ class _Rates:
         """Let the rates of now go to `rates`; nothing if they do."""
         if self.scheduler is not None:
             return
+        _check_number(rates, self.optimizer)  # groups may have been added
         groups = self.optimizer.param_groups
         rates = rates if isinstance(rates, list) else [rates] * len(groups)
         now = [group["lr"] for group in groups]
@@ -184,6 +194,12 @@ class _Rates:
             self.begin([group["swa_lr"] for group in self.optimizer.param_groups])
             assert self.scheduler is not None
             self.scheduler.load_state_dict(state["swa"])
+
+
+def _check_number(rates: float | list[float], optimizer: Optimizer) -> None:
+    groups = len(optimizer.param_groups)
+    if isinstance(rates, list) and len(rates) != groups:
+        raise ValueError(f"swa_lrs has {len(rates)} rates, but the optimizer has {groups} groups; give one for each")
 
 
 class _Until:
