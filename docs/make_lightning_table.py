@@ -135,7 +135,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "DeviceStatsMonitor": "`DeviceStats`, whose values have other names",
         "EarlyStopping": "a check that reaches a threshold counts in `best_score` and `wait_count` too",
         "EMAWeightAveraging": "`WeightAveraging(decay)`, whose `use_buffers` is False; buffers of whole numbers stay "
-        "those of training, and with `use_buffers=False` all do",
+        "those of training, and with `use_buffers=False` all do; a buffer that validation changes, or whose shape "
+        "changes, needs `use_buffers=False`",
         "GradientAccumulationScheduler": "`accumulate_grad_batches` of the Trainer holds before its first epoch",
         "LearningRateMonitor": "works without a logger too; a value for each step of the optimizers",
         "LearningRateFinder": "`LRFinder`; trials are runs of their own, whose rates go from `min_lr` to "
@@ -164,6 +165,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "TQDMProgressBar": "`ProgressBar`",
         "Timer": "`max_time` of the Trainer holds beside it",
         "WeightAveraging": "buffers of whole numbers stay those of training, and with `use_buffers=False` all do; "
+        "a buffer that validation changes, or whose shape changes, needs `use_buffers=False`; "
         "`avg_fn` and `multi_avg_fn` with `lockstep.lightning`, unless a strategy shards parameters",
     },
     "Loggers": {

@@ -113,10 +113,15 @@ class WeightAveraging(Callback):
         self._num_updates = state_dict["num_updates"]
         if self._averages is not None:
             self._averages.num_updates = self._num_updates
-            saved = state_dict.get("buffers", {})
-            if self._averages.buffers is not None:
-                self._averages.buffers.load_state_dict(saved)
-            elif saved.get("average"):
+            saved, buffers = state_dict.get("buffers"), self._averages.buffers
+            if buffers is not None:
+                if saved is None and self._num_updates and buffers.names:
+                    raise ValueError(
+                        f"it holds averages, but none of buffers such as {buffers.names[0]!r}; give WeightAveraging "
+                        "use_buffers=False to continue that run"
+                    )
+                buffers.load_state_dict(saved or {})
+            elif saved is not None and saved["average"]:
                 raise ValueError(
                     "it holds averages in the place of buffers, beside those of training; give WeightAveraging "
                     "use_buffers=True to continue that run"
@@ -144,11 +149,7 @@ class WeightAveraging(Callback):
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         if self._averages is not None:
-            if self._averages.is_changed():
-                raise RuntimeError(
-                    "weights were changed in validation, where WeightAveraging has put averages in their place and "
-                    "would lose the change; change them in a hook of training"
-                )
+            self._averages.check_unchanged()
             self._averages.swap_out()
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
@@ -217,13 +218,18 @@ class Averages(ParameterState):
         if self.buffers is not None:
             self.buffers.swap_in()
 
-    def is_changed(self) -> bool:
-        """Whether any parameter or buffer is no longer the average that was put in its place."""
-        changed = any(
-            not torch.equal(local(parameter), local(self._average[parameter]).to(parameter.dtype))
-            for parameter in self._training
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if a parameter or buffer is no longer the average that was put in its place."""
+        what, instead = "weights were", ""
+        if all(torch.equal(local(p), local(self._average[p]).to(p.dtype)) for p in self._training):
+            changed = None if self.buffers is None else self.buffers.changed()
+            if changed is None:
+                return
+            what, instead = f"buffer {changed!r} was", "give use_buffers=False, or "
+        raise RuntimeError(
+            f"{what} changed in validation, where averages are in the place of what trains, so that the change would "
+            f"be lost; {instead}change it in a hook of training"
         )
-        return changed or (self.buffers is not None and self.buffers.is_changed())
 
     @torch.no_grad()
     def swap_out(self) -> None:
@@ -275,6 +281,7 @@ class BufferAverages:
         self._owners: dict[str, int] = {}
         """The first rank that holds a buffer, of those that other ranks lack."""
         named = [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
+        self.names = [name for name, _ in named]
         if named:
             device = strategy.topology.device
             here = torch.tensor([is_held(buffer) for _, buffer in named], device=device, dtype=torch.float32)
@@ -284,7 +291,15 @@ class BufferAverages:
 
     def _buffers(self) -> dict[str, Tensor]:
         buffers = self._module.named_buffers()
-        return {n: local(b) for n, b in buffers if b.is_floating_point() and is_held(b)}
+        now = {n: local(b) for n, b in buffers if b.is_floating_point() and is_held(b)}
+        for name, average in self._average.items():
+            if name not in now or now[name].shape != average.shape:
+                is_now = f"has the shape {tuple(now[name].shape)} now" if name in now else "is gone"
+                raise RuntimeError(
+                    f"buffer {name!r}, whose average has the shape {tuple(average.shape)}, {is_now}; give "
+                    "WeightAveraging use_buffers=False, or let the buffer keep its shape"
+                )
+        return now
 
     def update(self, multi_average: Any, done: int) -> None:
         """Take the buffers of now into the averages."""
@@ -292,8 +307,8 @@ class BufferAverages:
         known = [name for name in now if name in self._average]
         before = [self._average[name].clone() for name in known]
         _average(multi_average, [self._average[name] for name in known], [now[name] for name in known], done)
-        for name, old in zip(known, before, strict=True):  # the mean of equal numbers, infinite ones included
-            self._average[name] = torch.where(old == now[name], old, self._average[name])
+        for name, old in zip(known, before, strict=True):  # the mean of equal infinities
+            self._average[name] = torch.where(old.isinf() & (old == now[name]), old, self._average[name])
         self._average |= {n: b.to(_wide(b.dtype), copy=True) for n, b in now.items() if n not in self._average}
 
     def swap_in(self) -> None:
@@ -303,19 +318,20 @@ class BufferAverages:
         for name, average in self._average.items():
             now[name].copy_(average)
 
-    def is_changed(self) -> bool:
-        """Whether any buffer is no longer the average that was put in its place."""
+    def changed(self) -> str | None:
+        """The first buffer that is no longer the average that was put in its place."""
         now = self._buffers()
-        return any(
-            not torch.equal(now[name].nan_to_num(), self._average[name].to(now[name].dtype).nan_to_num())
-            for name in self._training
-        )
+        for name in self._training:
+            if not torch.equal(now[name].nan_to_num(), self._average[name].to(now[name].dtype).nan_to_num()):
+                return name
+        return None
 
     def swap_out(self) -> None:
-        """Put the buffers of training back."""
-        now = self._buffers()
+        """Put the buffers of training back, in those that are as they were."""
+        now = dict(self._module.named_buffers())
         for name, buffer in self._training.items():
-            now[name].copy_(buffer)
+            if name in now and now[name].shape == buffer.shape:
+                local(now[name]).copy_(buffer)
         self._training.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -330,9 +346,11 @@ class BufferAverages:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        now = self._buffers()
         self._training.clear()
+        self._average.clear()
+        now = self._buffers()
         self._average = {n: v.to(now[n].device) for n, v in state_dict.get("average", {}).items() if n in now}
+        now = self._buffers()
         for name in self._average:
             now[name].copy_(state_dict["training"][name])
 

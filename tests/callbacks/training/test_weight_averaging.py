@@ -381,15 +381,45 @@ def test_averaged_buffers_are_saved_and_resumed(strategy: str, tmp_path: Path) -
     if strategy == "auto":
         with pytest.raises(CheckpointError, match="holds averages in the place of buffers.*use_buffers=True"):
             fit_normed(WeightAveraging(None), ckpt_path=path, **options)
+        saver = ModelCheckpoint(dirpath=tmp_path / "plain", filename="{step}", every_n_train_steps=4, save_top_k=-1)
+        fit_normed(WeightAveraging(None), saver, enable_checkpointing=True, **options)
+        with pytest.raises(CheckpointError, match="none of buffers such as 'mask'; give.*use_buffers=False"):
+            fit_normed(WeightAveraging(None, use_buffers=True), ckpt_path=tmp_path / "plain" / "step=4", **options)
     if strategy == "pipeline":
         elsewhere = fit_normed(WeightAveraging(None, use_buffers=True), ckpt_path=path, virtual_ranks=2)
         assert all(map(torch.equal, elsewhere.state_dict().values(), whole.state_dict().values()))
 
 
-def test_a_buffer_that_validation_changes_is_an_error() -> None:
-    class Counts(Callback):
-        def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-            module.mask[0] += 1
+def raised(module: Any) -> None:
+    module.mask[0] += 1
 
-    with pytest.raises(RuntimeError, match="changed in validation"):
-        fit_normed(WeightAveraging(0.7, use_buffers=True), Counts())
+
+def grown(module: Any) -> None:
+    module.mask = torch.zeros(3)
+
+
+def deleted(module: Any) -> None:
+    del module.mask
+
+
+@pytest.mark.parametrize("hook", ["on_validation_epoch_end", "on_train_batch_start"])
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (raised, "buffer 'mask' was changed in validation.*; give use_buffers=False, or change it in a hook of train"),
+        (grown, r"buffer 'mask', whose average has the shape \(2,\), has the shape \(3,\) now; give.*use_buffers=Fal"),
+        (deleted, r"buffer 'mask', whose average has the shape \(2,\), is gone; give.*use_buffers=False"),
+    ],
+)
+def test_a_buffer_that_is_not_what_it_was_is_an_error(change: Any, error: str, hook: str) -> None:
+    class Changes(Callback):
+        def change(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.global_step and not trainer.sanity_checking and hasattr(module, "mask"):
+                change(module)
+
+    setattr(Changes, hook, Changes.change)
+    if change is raised and hook == "on_train_batch_start":
+        fit_normed(WeightAveraging(0.7, use_buffers=True), Changes())
+        return
+    with pytest.raises(RuntimeError, match=error):
+        fit_normed(WeightAveraging(0.7, use_buffers=True), Changes())

@@ -68,6 +68,15 @@ def test_averages_are_those_of_torch(options: Any, arguments: Any) -> None:
     assert distance(weights(module), weights(by_hand(made(), get_ema_avg_fn(0.7)))) <= 1e-6
 
 
+def test_a_function_averages_equal_numbers_too() -> None:
+    module = made()
+    module.register_buffer("one", torch.ones(1))
+    module.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    average = pl.callbacks.WeightAveraging(avg_fn=lambda old, new, done: old * 0.5 + new * 0.25)
+    pl.Trainer(**QUIET, devices=1, limit_train_batches=2, callbacks=[average]).fit(module, loader(batch_size=8))
+    assert module.one.item() == 0.75 and module.mask.tolist() == [0.0, float("-inf")]
+
+
 @pytest.mark.ranks
 def test_shards_are_not_given_to_a_function() -> None:
     trainer = pl.Trainer(**QUIET, devices=2, strategy="fsdp", callbacks=[FromThird(avg_fn=get_ema_avg_fn(0.7))])
