@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import sys
-import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
+from lockstep.callbacks._support.bar_lines import Line, LogFile
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.callbacks.base import Callback
 
@@ -24,7 +25,6 @@ LOG_INTERVAL_S = 30.0
 """Seconds between two lines of a log file within an epoch."""
 LOG_EPOCH_INTERVAL_S = 0.1
 """Seconds from the line before to that at the end of an epoch, so that epochs of milliseconds do not fill a disk."""
-MAX_COLUMNS = 100
 NEVER = math.inf
 
 
@@ -49,7 +49,8 @@ class ProgressBar(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._screen: _Line | _LogFile | None = None
+        self._screen: Line | LogFile | None = None
+        self._failed = False  # get_metrics
         self._next_draw = NEVER  # by the monotonic clock
         self._last_shown = -NEVER
         self._epoch: _Meter | None = None  # of the training epoch
@@ -93,7 +94,7 @@ class ProgressBar(Callback):
                 redraws = "ipykernel.zmqshell" in sys.modules or (
                     sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
                 )
-                self._screen = _Line(sys.stderr, 1.0 / self.refresh_per_second) if redraws else _LogFile(sys.stderr)
+                self._screen = Line(sys.stderr, 1.0 / self.refresh_per_second) if redraws else LogFile(sys.stderr)
                 self._next_draw = 0.0
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
@@ -189,12 +190,23 @@ class ProgressBar(Callback):
         if self._screen is None or (gap_s == LOG_INTERVAL_S and now - self._last_shown < self._screen.interval_s):
             return
         is_epoch = meter is self._epoch
-        module = trainer.lightning_module
-        metrics = self.get_metrics(trainer, module) if module is not None and (is_epoch or not gap_s) else {}
+        metrics = self._metrics(trainer) if is_epoch or not gap_s else {}
         shown = meter.shown(self._run_seconds(trainer) if is_epoch else None, metrics)
         with self._or_silent():
             self._screen.show(shown, gap_s)
             self._last_shown, self._next_draw = now, now + self._screen.interval_s
+
+    def _metrics(self, trainer: Trainer) -> dict[str, str]:
+        """What `get_metrics` returns, as text; if that fails, none from then on, and one warning."""
+        try:
+            if trainer.lightning_module is None or self._failed:
+                return {}
+            return {n: _short(v) for n, v in self.get_metrics(trainer, trainer.lightning_module).items()}
+        except Exception as error:
+            self._failed = True
+            what = f"{type(self).__name__}.get_metrics failed, and the bar shows no metrics"
+            warnings.warn(f"{what}, training continues: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+            return {}
 
     @contextmanager
     def _or_silent(self) -> Iterator[None]:
@@ -281,7 +293,7 @@ class _Meter:
         (began, first), (ended, last) = self._points[0], self._points[-1]
         return (last - first) / (ended - began) if last > first and ended > began else None
 
-    def shown(self, run_s: float | None, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    def shown(self, run_s: float | None, metrics: Mapping[str, str]) -> dict[str, Any]:
         """What tqdm formats."""
         minutes, seconds = divmod(round(run_s or 0), 60)
         run = [] if run_s is None else [f"run<{minutes:02d}:{seconds:02d}"]
@@ -292,105 +304,8 @@ class _Meter:
             "elapsed": time.monotonic() - self.began,
             "rate": self.rate,
             "prefix": self.label,
-            "postfix": ", ".join([*run, *(f"{name}={_short(value)}" for name, value in metrics.items())]),
+            "postfix": ", ".join([*run, *map("=".join, metrics.items())]),
         }
-
-
-class _Line:
-    """One line that tqdm redraws."""
-
-    keeps_epochs = False
-    """Whether an epoch that has ended stays visible."""
-
-    def __init__(self, stream: TextIO, interval_s: float) -> None:
-        self.interval_s = interval_s
-        """Seconds to the next `show` at least."""
-        self._stream = stream
-        self._bar: Any = None
-
-    def show(self, shown: dict[str, Any], gap_s: float) -> None:
-        if self._bar is None:
-            self._bar = _bar(self._stream, shown)
-            return
-        self._bar.shown, self._bar.n, self._bar.total = shown, shown["n"], shown["total"]
-        if hasattr(self._bar, "container"):  # the widget of a notebook has a length of its own
-            self._bar.container.children[1].max = shown["total"] or 1
-        self._bar.refresh()
-
-    def clear(self) -> None:
-        if self._bar is not None:
-            self._bar.clear()
-
-    def restore(self) -> None:
-        if self._bar is not None:
-            self._bar.refresh()
-
-    def close(self) -> None:
-        """Leave the line as it is and continue below."""
-        if self._bar is not None:
-            bar, self._bar = self._bar, None
-            bar.close()
-
-    def abandon(self) -> None:
-        if self._bar is not None:
-            self._bar.disable = True  # else it writes when it is collected
-
-
-class _LogFile:
-    """Plain lines, now and then."""
-
-    keeps_epochs = True
-    interval_s = 1.0  # a second apart, so that the rate has its samples
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._last = time.monotonic()
-
-    def show(self, shown: dict[str, Any], gap_s: float) -> None:
-        """Write a line, unless less than `gap_s` seconds have passed since the one before."""
-        from tqdm import tqdm
-
-        now = time.monotonic()
-        if now - self._last >= gap_s:
-            self._last = now
-            self._stream.write(tqdm.format_meter(**shown, ncols=0) + "\n")
-            self._stream.flush()
-
-    def clear(self) -> None:
-        pass
-
-    restore = close = abandon = clear
-
-
-def _bar(stream: TextIO, first: dict[str, Any]) -> Any:
-    """A bar of tqdm that shows what it is given; draws `first`."""
-    from tqdm.auto import tqdm  # here, as it looks whether this is a notebook
-
-    class Bar(tqdm):
-        monitor_interval = 0  # starts no thread
-        shown = first
-
-        @property
-        def format_dict(self) -> dict[str, Any]:
-            known = super().format_dict
-            # Two columns stay free: a terminal wraps a full line, and what the user prints begins after a space.
-            columns = min(_columns(stream) - 2, MAX_COLUMNS) if known["ncols"] else None
-            return {**known, **self.shown, "ncols": columns}
-
-        def __str__(self) -> str:
-            return f"{super().__str__()} "
-
-    Bar.set_lock(threading.RLock())  # tqdm's own is shared by processes
-    # tqdm hides its bar on a terminal that does not know its size.
-    size = {"ncols": MAX_COLUMNS, "nrows": 20} if stream.isatty() else {}
-    return Bar(total=first["total"], file=stream, **size)
-
-
-def _columns(stream: TextIO) -> int:
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    except (OSError, ValueError):
-        return 80
 
 
 def _short(value: Any) -> str:

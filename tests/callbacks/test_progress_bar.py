@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import lockstep.callbacks.progress_bar
+from lockstep.callbacks._support import bar_lines
 from lockstep.callbacks.progress_bar import ProgressBar
 
 MODULE: Any = nn.Identity()
@@ -39,7 +40,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(lockstep.callbacks.progress_bar, "time", clock)
+    for module in (lockstep.callbacks.progress_bar, bar_lines):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -392,6 +394,22 @@ def test_a_stream_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatc
         fit(ProgressBar(), make_trainer(), clock)
         with pytest.raises(OSError, match="No space left"):
             full.write("x")
+
+
+@pytest.mark.parametrize("returned", [KeyError("v_num"), None, {"rates": [0.1, 0.2]}])
+def test_metrics_that_fail_do_not_end_the_run(
+    returned: Any, open_terminal: Callable[..., Terminal], clock: Clock
+) -> None:
+    class Bar(ProgressBar):
+        def get_metrics(self, trainer: Any, module: Any) -> Any:
+            if isinstance(returned, Exception):
+                raise returned
+            return returned
+
+    terminal = open_terminal()
+    with pytest.warns(RuntimeWarning, match="Bar.get_metrics failed, and the bar shows no metrics, training") as warned:
+        fit(Bar(), make_trainer(max_epochs=1), clock)
+    assert len(warned) == 1 and "| 100/100 [" in terminal.lines()[0]
 
 
 def test_a_terminal_without_unicode_gets_ascii(open_terminal: Callable[..., Terminal], clock: Clock) -> None:
