@@ -73,7 +73,8 @@ class WeightAveraging(Callback):
         self.use_buffers = use_buffers
         self._averages: Averages | None = None
         self._num_updates = 0
-        self._last_step = 0
+        self._last_step: int | None = None  # the last step, and the last epoch, whose end this has seen
+        self._ended: int | None = None
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Whether to update now. Called with `step_idx`, from 0, after each optimizer step, and with `epoch_idx`, from
@@ -101,16 +102,19 @@ class WeightAveraging(Callback):
             (parameter for group in groups for parameter in group["params"]),
             BufferAverages(module, trainer.strategy) if self.use_buffers else None,
         )
+        self._last_step = self._ended = None
         return self._averages
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"num_updates": self.num_updates}
+        ended = -1 if self._ended is None else self._ended
+        state: dict[str, Any] = {"num_updates": self.num_updates, "last_step": self._last_step, "ended": ended}
         if self.num_updates and self._averages is not None and self._averages.buffers is not None:
             state["buffers"] = self._averages.buffers.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._num_updates = state_dict["num_updates"]
+        self._last_step, self._ended = state_dict.get("last_step"), state_dict.get("ended")
         if self._averages is not None:
             self._averages.num_updates = self._num_updates
             saved, buffers = state_dict.get("buffers"), self._averages.buffers
@@ -128,7 +132,13 @@ class WeightAveraging(Callback):
                 )
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        self._last_step = trainer.global_step
+        # What a callback before this saved at the end of a step or an epoch lacks what this does at it.
+        if self._last_step is None:
+            self._last_step = trainer.global_step
+        self.on_train_batch_end(trainer, module, None, None, 0)
+        is_closed, epoch = trainer._run.progress.epoch_closed, trainer.current_epoch
+        if is_closed and self._ended is not None and self._ended < epoch:
+            self.on_train_epoch_end(trainer, module)
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
@@ -140,6 +150,7 @@ class WeightAveraging(Callback):
             self._update(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        self._ended = trainer.current_epoch
         if self.should_update(epoch_idx=trainer.current_epoch):
             self._update(trainer)
 

@@ -306,6 +306,27 @@ def test_users_may_save_averages_in_a_hook(tmp_path: Any) -> None:
         assert trainer.global_step == 7
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(("every", "step"), [(None, STEPS), (None, 3 * STEPS), (1, 3), (1, STEPS), (1, 3 * STEPS)])
+def test_a_checkpoint_of_a_callback_at_an_end_is_resumed(
+    every: int | None, step: int, is_first: bool, tmp_path: Any
+) -> None:
+    class SavesAtEnds(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if every is not None:
+                trainer.save_checkpoint(tmp_path / f"{trainer.global_step}")
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            if every is None:
+                trainer.save_checkpoint(tmp_path / f"{trainer.global_step}")
+
+    averaging, saver = WeightAveraging(0.5, update_every_n_steps=every), SavesAtEnds()
+    whole, _ = fit(*((saver, averaging) if is_first else (averaging, saver)), max_epochs=3)
+    path = tmp_path / f"{step}"
+    resumed, _ = fit(WeightAveraging(0.5, update_every_n_steps=every), max_epochs=3, ckpt_path=path)
+    assert equal(weights(resumed), weights(whole))
+
+
 class Normed(Module):
     """Has running statistics, a constant buffer with an infinity, and a count."""
 

@@ -95,8 +95,8 @@ def test_weights_are_those_of_torch(strategy: str, use_global: bool, rewinds: bo
     assert distance([*module.state_dict().values()], [expected.state_dict()[n] for n in module.state_dict()]) <= 1e-12
 
 
-def randomly() -> Any:
-    return pl.callbacks.ModelPruning("random_unstructured", amount=2, resample_parameters=True)
+def randomly(**options: Any) -> Any:
+    return pl.callbacks.ModelPruning("random_unstructured", amount=2, resample_parameters=True, **options)
 
 
 @pytest.mark.parametrize(
@@ -150,13 +150,22 @@ class SavesAsEpochsEnd(pl.Callback):
         trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}")
 
 
+class SavesAsValidationEnds(SavesAsEpochsEnd):
+    on_train_epoch_end = None
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            super().on_train_epoch_end(trainer, module)
+
+
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_checkpoint_of_a_callback_at_the_end_of_an_epoch_is_resumed(is_first: bool, tmp_path: Path) -> None:
-    pruning, saver = randomly(), SavesAsEpochsEnd(tmp_path)
-    first, second = (saver, pruning) if is_first else (pruning, saver)
+@pytest.mark.parametrize("saver", [SavesAsEpochsEnd, SavesAsValidationEnds])
+def test_a_checkpoint_of_a_callback_at_an_end_is_resumed(saver: Any, is_first: bool, tmp_path: Path) -> None:
+    callbacks = [saver(tmp_path), randomly(prune_on_train_epoch_end=saver is SavesAsEpochsEnd)]
+    first, second = callbacks if is_first else reversed(callbacks)
     whole = fit(first, callbacks=[second])
     for epoch in (0, 2):
-        resumed = fit(randomly(), ckpt_path=tmp_path / f"{epoch}")
+        resumed = fit(randomly(prune_on_train_epoch_end=saver is SavesAsEpochsEnd), ckpt_path=tmp_path / f"{epoch}")
         assert all(map(torch.equal, weights(resumed), weights(whole)))
 
 

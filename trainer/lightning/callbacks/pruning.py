@@ -85,7 +85,7 @@ class ModelPruning(Callback):
         self._originals: list[Tensor] = []
         self._masks: Masks | None = None
         self._seed: int | None = None
-        self._ended: int | None = None  # the last epoch whose end this has seen
+        self._seen_at: int | None = None  # batches up to the last end of an epoch or validation that this has seen
 
     def _method(self, given: Any, dim: int | None, norm: int | None) -> tuple[Any, str]:
         """What prunes, and its name."""
@@ -171,7 +171,7 @@ class ModelPruning(Callback):
             )
         rewound = self._parameters_to_prune if self._use_lottery_ticket_hypothesis else ()
         self._originals = [whole(*place).detach().clone() for place in rewound]
-        self._ended = None
+        self._seen_at = None
 
     def _check_dimensions(self) -> None:
         if self._use_global_unstructured or not self._method_name.endswith("_structured") or self._dim is None:
@@ -204,10 +204,10 @@ class ModelPruning(Callback):
         return self._masks
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seed": self._seed, "ended": -1 if self._ended is None else self._ended}
+        return {"seed": self._seed, "seen_at": -1 if self._seen_at is None else self._seen_at}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._seed, self._ended = state_dict["seed"], state_dict.get("ended")
+        self._seed, self._seen_at = state_dict["seed"], state_dict.get("seen_at")
         if self._masks is not None:
             self._masks.apply_saved()
 
@@ -219,17 +219,18 @@ class ModelPruning(Callback):
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         if self._seed is None:
             self._seed = trainer.strategy.broadcast(torch.initial_seed() % 2**63)
-        is_closed, epoch = trainer._run.progress.epoch_closed, trainer.current_epoch
-        if is_closed and self._ended is not None and self._ended < epoch:  # a callback before this saved at its end
-            self.on_train_epoch_end(trainer, module)
+        progress, seen = trainer._run.progress, self._seen_at
+        if progress.epoch_closed and seen is not None and seen < progress.total_batches:
+            self.on_train_epoch_end(trainer, module)  # a callback before this saved at that end
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        self._ended = trainer.current_epoch
         if self._prune_on_train_epoch_end:
             self._run_pruning(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        if self._masks is not None and not trainer.sanity_checking and not self._prune_on_train_epoch_end:
+        if self._masks is None or trainer.sanity_checking or self._prune_on_train_epoch_end:
+            return
+        if self._seen_at != trainer._run.progress.total_batches:  # else a callback after this saved at this end
             self._run_pruning(trainer)
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
@@ -247,6 +248,7 @@ class ModelPruning(Callback):
         return super().__getstate__() | {"_masks": None}
 
     def _run_pruning(self, trainer: Trainer) -> None:
+        self._seen_at = trainer._run.progress.total_batches
         epoch, chosen, rewinds = trainer.current_epoch, self._apply_pruning, self._use_lottery_ticket_hypothesis
         amount = self.amount(epoch) if callable(self.amount) else self.amount
         if not (chosen(epoch) if callable(chosen) else chosen) or not amount:
