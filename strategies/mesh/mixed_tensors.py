@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.strategies.launch.phase import AFTER_BACKWARD, CALLBACKS, END_OF_STEP, OPTIMIZER_STEP, current_phase
@@ -115,8 +116,10 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 def _each(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """A function of lists of tensors, such as all parameters, where some are DTensors and others whole: torch does not
-    mix them, so each kind by itself."""
+    mix them, so each kind by itself. Nor does it count that it writes to DTensors, as it does for other tensors."""
     _check_write(op, args, kwargs)
+    if op._schema.name.endswith("_"):
+        increment_version(args[0])
     sharded = [hasattr(tensor, "_local_tensor") for tensor in args[0]] if isinstance(args[0], list | tuple) else []
     if all(sharded) or not any(sharded):
         return _by_torch(op, args, kwargs, _each)

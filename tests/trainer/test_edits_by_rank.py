@@ -49,6 +49,12 @@ class Gradients(Base):
                 parameter.grad.mul_(0.5)
 
 
+class GradientsTogether(Base):
+    def on_after_backward(self) -> None:
+        if self.global_rank == 0:
+            torch.nn.utils.clip_grad_value_(self.parameters(), 0.001)
+
+
 class GradientsBeforeTheStep(Base):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.global_rank == 1:
@@ -127,6 +133,7 @@ class Validated(Base):
         *((Frozen, strategy) for strategy in ("ddp", "tensor", "pipeline")),
         *((FrozenInTheStep, strategy) for strategy in ("ddp", "pipeline")),
         *((Gradients, strategy) for strategy in ("ddp", "fsdp", "tensor")),
+        *((GradientsTogether, strategy) for strategy in ("fsdp", "tensor")),
         (GradientsBeforeTheStep, "fsdp"),
         *((AtTheEnd, strategy) for strategy in ("fsdp", "pipeline")),
         (Buffer, "pipeline"),
