@@ -1,14 +1,16 @@
-"""What a training step returned: its weight in the mean, and what is kept of it."""
+"""What a training step returned: its weight in the mean, what is kept of it, and the backward from it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.base import Loss
+from lockstep.strategies.modules.model_changes import shortened
+from lockstep.strategies.modules.user_edits import version
 
 Weighted = tuple[Tensor, Sequence[nn.Parameter] | None, Tensor, Any]
 """What to run backward from: a loss times its weight, the parameters that it moves or None for all, the loss as the
@@ -77,59 +79,84 @@ def trained(parameters: Sequence[nn.Parameter] | None) -> list[nn.Parameter] | N
     return None if parameters is None else [parameter for parameter in parameters if parameter.requires_grad]
 
 
-def backward_by(
-    own: Callable[[Tensor], Any],
-    loss: Tensor,
-    weight: Any,
-    inputs: Sequence[nn.Parameter] | None,
-    scaler: Any,
-    more: bool,
-    once: bool,
-) -> None:
-    """Let `own`, the user's, run backward from the loss as the step returned it. What it runs backward from counts with
-    the weight of the loss: a term that it adds is part of the mean too.
+# ---- backward -------------------------------------------------------------------------------------
 
-    `more`: another loss of the step needs the graph. Raises RuntimeError if `once`, and it runs backward any other
-    number of times.
+
+class OwnBackward(NamedTuple):
+    """What runs backward from the loss as the step returned it, and what the strategy asks of it."""
+
+    call: Callable[[Tensor], Any]
+    once: bool
+    """Whether it must run backward once, in which gradients are summed over ranks."""
+    watched: Callable[[], Iterable[tuple[str, Tensor]]] | None
+    """Parameters by name whose gradients it must not change itself; None if they are those of the whole step."""
+
+
+def run_own(own: OwnBackward, loss: Weighted, more: bool, scaler: Any = None) -> None:
+    """Let it run backward. What it does so from counts with the weight of the loss: a term that it adds is part of the
+    mean too. `more`: another loss of the step needs the graph.
+
+    Raises RuntimeError if it runs no backward, another number than it may, or changes gradients besides.
     """
-    backward, is_running, times = torch.autograd.backward, False, 0
+    _, own_inputs, returned, weight = loss
+    if own_inputs == []:
+        return
+    backward, is_running, times, before = torch.autograd.backward, False, 0, _marks(own)
 
     def weighted(
-        tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, *rest: Any, **options: Any
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
     ) -> None:
-        nonlocal is_running, times
+        nonlocal is_running, times, before
         if is_running:  # within a backward, as activation checkpointing runs one
-            backward(tensors, grad_tensors, retain_graph, *rest, **options)
+            backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
             return
         times += 1
-        if once and times > 1:
-            raise _not_once("twice")
+        if own.once and times > 1:
+            raise RuntimeError(f"the module's backward has run backward twice, but {_ONCE}")
+        _refuse_changed(own, before)
+        seeds = grad_tensors if grad_variables is None else grad_variables
         roots = [tensors] if isinstance(tensors, Tensor) else [*tensors]
-        given = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else [*grad_tensors]
+        given = [seeds] if seeds is None or isinstance(seeds, Tensor) else [*seeds]
         given += [None] * (len(roots) - len(given))
         seeds = [
             seed if seed is None and root.numel() != 1 else _scaled(root, seed, weight, scaler)
             for root, seed in zip(roots, given, strict=True)
         ]
-        options["inputs"] = inputs if options.get("inputs") is None else options["inputs"]
         is_running = True
         try:
-            backward(roots, seeds, retain_graph or more or None, *rest, **options)
+            backward(
+                roots,
+                seeds,
+                retain_graph or more or None,
+                create_graph,
+                inputs=own_inputs if inputs is None else inputs,
+            )
         finally:
             is_running = False
+        before = _marks(own)
 
     vars(torch.autograd)["backward"] = weighted  # which Tensor.backward calls
     try:
-        own(loss)
+        own.call(returned)
     finally:
         vars(torch.autograd)["backward"] = backward
-    if once and not times:
-        raise _not_once("never")
+    if not times:
+        raise RuntimeError(
+            "the module's backward has never run backward, by which the strategy weighs what it adds to gradients; "
+            "call loss.backward()"
+        )
+    _refuse_changed(own, before)
 
 
-def own_backward_refused(why: str) -> str:
-    """The sentence of a strategy that cannot call the `backward` of the user's module."""
-    return f"the module overrides backward, but {why}; add terms to the loss in training_step, or use strategy='ddp'"
+_ONCE = (
+    "the strategy sums gradients over ranks in one of each loss; call loss.backward() once, on a sum of losses if "
+    "there are several"
+)
 
 
 def _scaled(root: Tensor, seed: Tensor | None, weight: Any, scaler: Any) -> Tensor:
@@ -138,8 +165,24 @@ def _scaled(root: Tensor, seed: Tensor | None, weight: Any, scaler: Any) -> Tens
     return seed if scaler is None else scaler.scale(seed)
 
 
-def _not_once(times: str) -> RuntimeError:
-    return RuntimeError(
-        f"the module's backward has run backward {times}, but the strategy sums gradients over ranks in one of each "
-        "loss; call loss.backward() once, on a sum of losses if there are several"
-    )
+def _marks(own: OwnBackward) -> dict[int, tuple[Tensor, str, Tensor | None, int]]:
+    """The gradients that it must leave alone, and how often each was written to."""
+    watched = () if own.watched is None else own.watched()
+    return {id(p): (p, name, p.grad, 0 if p.grad is None else version(p.grad)) for name, p in watched}
+
+
+def _refuse_changed(own: OwnBackward, before: dict[int, tuple[Tensor, str, Tensor | None, int]]) -> None:
+    now = _marks(own)
+    pairs = [(was, now[key]) for key, was in before.items() if key in now]
+    changed = [name for (_, name, one, times), (*_, other, more) in pairs if one is not other or times != more]
+    if changed:
+        raise RuntimeError(
+            f"the module's backward changed gradients by itself ({shortened(changed)}), which are those of a part of "
+            "the step (one rank, micro-batch or share) or scaled by precision='16-mixed'; change them in "
+            "on_after_backward"
+        )
+
+
+def own_backward_refused(why: str) -> str:
+    """The sentence of a strategy that cannot call the `backward` of the user's module."""
+    return f"the module overrides backward, but {why}; add terms to the loss in training_step, or use strategy='ddp'"

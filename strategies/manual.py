@@ -14,7 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.strategies.base import StepHooks
+from lockstep.strategies.data.sharded_loader import MicroBatch
 from lockstep.strategies.hooks import SPMDHooks
+from lockstep.strategies.losses import OwnBackward, StandIn
 from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.casts import take_casts
 from lockstep.strategies.modules.model_changes import ModelChanges, late_hooks, replaced, shortened
@@ -105,6 +108,19 @@ class ManualOptimization(UserChanges):
         """Raise ValueError if the strategy says that it refuses this."""
         if what in self.capabilities.refuses:
             raise ValueError(self.capabilities.refuses[what])
+
+    def _own(
+        self, wrapped: nn.Module, hooks: StepHooks, micro_batch: MicroBatch, output: Any, alone: bool = False
+    ) -> OwnBackward | None:
+        """The user's backward for what the step returned. None for what counts nothing and only keeps ranks together:
+        what the step left in the module for it is gone."""
+        if hooks.backward is None or not micro_batch.num_samples or isinstance(output, StandIn):
+            return None
+        if alone and not self._in_group and self.precision.scaler is None:
+            return OwnBackward(hooks.backward, False, None)
+        changes = self._changes
+        watched = self.unwrap(wrapped).named_parameters if changes is None else changes.hookable
+        return OwnBackward(hooks.backward, self._in_group, watched)
 
     def _check_changes(self) -> None:
         """Raise RuntimeError for what the step has changed in the model that is not as on one process."""

@@ -18,7 +18,7 @@ from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, St
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.devices import move
 from lockstep.strategies.launch import fault_injection
-from lockstep.strategies.losses import Weighted, backward_by, detach, split_loss, trained
+from lockstep.strategies.losses import Weighted, detach, run_own, split_loss, trained
 from lockstep.strategies.manual import ManualOptimization
 from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked
@@ -31,6 +31,7 @@ from lockstep.strategies.sync.step_agreement import StepAgreement
 
 NO_VOTE = StepVote()
 _GRADIENT, _EXISTS = operator.attrgetter("grad"), functools.partial(operator.is_not, None)
+_NO_CAST = nullcontext()
 
 
 class SPMDStep(ManualOptimization):
@@ -85,11 +86,8 @@ class SPMDStep(ManualOptimization):
                 self.set_gradient_sync(wrapped, i == last)
             call = run if micro_batch.num_samples else self.run_padding(wrapped, step_fn)
             marks = None if alone or self._forward_writes else gradient_marks(self._watched)
-            if autocast is None:
+            with _NO_CAST if autocast is None else torch.autocast(self.topology.device.type, dtype=autocast):
                 output = call(micro_batch.batch, micro_batch.batch_idx)
-            else:
-                with torch.autocast(self.topology.device.type, dtype=autocast):
-                    output = call(micro_batch.batch, micro_batch.batch_idx)
             if marks is not None and marks != gradient_marks(self._watched):
                 raise own_backward(remarked(self.unwrap(wrapped).named_parameters(), marks))
             losses, counted = weighted_losses(output, micro_batch.num_samples, weight, hooks.parameters, self._on_cpu)
@@ -106,22 +104,24 @@ class SPMDStep(ManualOptimization):
                         self._send(send, count, weighted * (count if alone else window.num_samples))
             if fault_injection.plan is not None:
                 fault_injection.fault("backward")
-            for j, (value, inputs, returned, share) in enumerate(losses, 1 - len(losses)):  # the last one is number 0
+            own = None if hooks.backward is None else self._own(wrapped, hooks, micro_batch, output, alone)
+            for j, loss in enumerate(losses):
+                (value, inputs, returned, _), more = loss, j < len(losses) - 1
                 if hooks.before_backward is not None:
                     hooks.before_backward(returned)
-                if hooks.backward is not None and inputs != []:
-                    backward_by(hooks.backward, returned, share, inputs, scaler, j < 0, self._in_group)
+                if own is not None:
+                    run_own(own, loss, more, scaler)
                 elif inputs is None or inputs:
-                    (value if scaler is None else scaler.scale(value)).backward(retain_graph=j < 0, inputs=inputs)
+                    (value if scaler is None else scaler.scale(value)).backward(retain_graph=more, inputs=inputs)
                 if hooks.after_loss is not None:
                     hooks.after_loss()
-                if hooks.after_backward is not None and (i < last or j < 0):
+                if hooks.after_backward is not None and (i < last or more):
                     hooks.after_backward()
         count = count if counting is None else counting()  # the host waits for the forward, the device runs backward
         if self._agreement is None:
-            loss = weighted * (1 if alone else window.num_samples / count) if count and self._on_cpu else None
+            mean = weighted * (1 if alone else window.num_samples / count) if count and self._on_cpu else None
             bad = None if math.isfinite(weighted) or not self._on_cpu else "the loss of rank 0"
-            result = StepResult(count, vote.stop, bad, loss)
+            result = StepResult(count, vote.stop, bad, mean)
         else:
             if counting is not None and send is not None:
                 self._send(send, count, math.nan)
@@ -377,8 +377,8 @@ def weighted_losses(
         weight = numerator * scale if scale is not None else torch.where(count != 0, numerator / count, 0.0)
     for i, (value, inputs, returned, _) in enumerate(losses):
         if fault_injection.plan is not None:
-            value = fault_injection.plan.poison(value)
-            losses[i] = value, inputs, returned, 1.0
+            value = returned = fault_injection.plan.poison(value)
+            losses[i] = value, inputs, value, 1.0
         if value.numel() != 1:
             raise ValueError(
                 f"training_step must return a scalar loss, but its loss has shape {list(value.shape)}; return its mean "

@@ -79,10 +79,10 @@ class UserEdits:
     def _of_model(self) -> list[object]:
         """What a write changes, of each parameter and buffer."""
         parameters = self._parameters.values()
-        marks: list[object] = [(_version(p), p.requires_grad) for p in parameters]
+        marks: list[object] = [(version(p), p.requires_grad) for p in parameters]
         written = [p.grad for p in parameters] if self._with_gradients else []
         written += [getattr(module, name, None) for _, module, name in self._buffers]
-        return marks + [None if tensor is None else (id(tensor), _version(tensor)) for tensor in written]
+        return marks + [None if tensor is None else (id(tensor), version(tensor)) for tensor in written]
 
     def _of_optimizers(self) -> tuple[list[Any], list[int]]:
         """What optimizers hold, and how often each was written to."""
@@ -115,7 +115,7 @@ class UserEdits:
         return {name for i, name in enumerate(names) if i in found or held[i] is not now[i]}
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
     """How often it was written to; a DTensor also as what this rank holds of it."""
     own = getattr(tensor, "_local_tensor", None)
     return tensor._version if own is None else tensor._version + own._version

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, StepVote, Strategy, Topology
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.launch import environment, fault_injection
-from lockstep.strategies.losses import backward_by, detach
+from lockstep.strategies.losses import detach, run_own
 from lockstep.strategies.modules.model_changes import (
     gradient_marks,
     own_backward,
@@ -160,12 +160,12 @@ class VirtualStep(ShareHooks, SPMDStrategy):
                         self._agreement.send(vote, window.num_samples, counted, finite, total)
                 if fault_injection.plan is not None:
                     fault_injection.fault("backward")
-                for j, (value, inputs, returned, weight) in enumerate(losses):
-                    more = j < len(losses) - 1
+                for j, loss in enumerate(losses):
+                    (value, inputs, returned, _), more = loss, j < len(losses) - 1
                     if hooks.before_backward is not None:
                         hooks.before_backward(returned)
-                    if hooks.backward is not None and inputs != []:
-                        backward_by(hooks.backward, returned, weight, inputs, None, more, self._in_group)
+                    if (own := self._own(wrapped, hooks, micro_batch, output)) is not None:
+                        run_own(own, loss, more)
                     elif inputs is None or inputs:
                         value.backward(retain_graph=more, inputs=inputs)
                     _after_loss(hooks, more, ends)
