@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import warnings
@@ -54,6 +55,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
         raise ValueError("fit needs an end: give the Trainer max_epochs, max_steps or max_time")
     trainable(run, module, "configure_model", "setup")
     _refused_by_strategy(run, module)
+    _own_backward(module)
     if not module.automatic_optimization:
         _manual_optimization(run, module)
     if run.guard.non_finite != "raise" and not run.strategy.capabilities.synchronous:
@@ -123,6 +125,19 @@ def _refused_by_strategy(run: RunState, module: Module) -> None:
     asked += [name for name in refuses for item in users if hasattr(Callback, name) and overrides(item, name, Callback)]
     for name in asked:
         raise ValueError(refuses[name])
+
+
+def _own_backward(module: Module) -> None:
+    """Raise TypeError for a backward of the module's own that cannot be called with a loss alone."""
+    if not overrides(module, "backward", Module):
+        return
+    try:
+        inspect.signature(module.backward).bind(None)
+    except TypeError as error:
+        raise TypeError(
+            f"{type(module).__name__}.backward is called with the loss alone, and cannot be ({error}); write "
+            "backward(self, loss)"
+        ) from None
 
 
 def _manual_optimization(run: RunState, module: Module) -> None:

@@ -238,6 +238,16 @@ def test_a_planned_fault_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(got) == 2 and math.isfinite(got[0]) and math.isnan(got[1])
 
 
+def test_one_that_needs_more_than_the_loss_is_refused() -> None:
+    class Old(Penalized):
+        def backward(self, loss: Tensor, optimizer: Any, *args: Any) -> None: ...
+
+    with pytest.raises(
+        TypeError, match=r"Old.backward is called with the loss alone.*optimizer.*backward\(self, loss\)"
+    ):
+        quiet().fit(Old(), loader(45))
+
+
 @pytest.mark.parametrize("strategy", ["dp", "pipeline", "deepspeed_stage_2", "federated", "parameter_server"])
 def test_strategies_whose_engine_owns_the_backward_refuse_it(strategy: str) -> None:
     with pytest.raises(ValueError, match="the module overrides backward, but .*; add terms to the loss in training_st"):
