@@ -66,7 +66,10 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
                     check_weight(run, part, part.micro_batches[-1])
                 skipped = (result.non_finite is not None or result.later is not None) and guards.skips(result)
                 steps, stepped = automatic and result.count and not skipped, run.manually_stepped
-                loop.learned = loop.learned or result.count > 0
+                if result.count and not loop.learned:
+                    loop.learned = True
+                    if loop.backward is not None:
+                        loop.backward.check_called(run, part)
                 if steps:
                     set_phase(progress.global_step, OPTIMIZER_STEP)
                     if guards.unowned:

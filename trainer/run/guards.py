@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.callbacks.guard import check_replicas, fingerprint
@@ -277,6 +278,27 @@ def _is_mean(output: Any) -> bool:
     if isinstance(output, Mapping):
         return not isinstance(output.get("loss"), Loss | None)
     return not isinstance(output, Loss | None)
+
+
+class UsersBackward:
+    """The `backward` of the user's module, and whether the strategy has called it."""
+
+    def __init__(self, method: Callable[[Tensor], Any]) -> None:
+        self._method, self._called = method, False
+
+    def __call__(self, loss: Tensor) -> Any:
+        self._called = True
+        return self._method(loss)
+
+    def check_called(self, run: RunState, window: Window) -> None:
+        """After the first window with a loss: raise RuntimeError if the strategy has run backward in its place."""
+        has_loss = any(batch.num_samples and batch.output is not None for batch in window.micro_batches)
+        groups = [group for optimizer in run.optimizers.values() for group in optimizer.param_groups]
+        if has_loss and not self._called and any(p.requires_grad for group in groups for p in group["params"]):
+            raise RuntimeError(
+                f"the module overrides backward, but strategy {run.strategy.name} has not called it; let its "
+                "forward_backward call StepHooks.backward(loss) with each loss, or its capabilities refuse 'backward'"
+            )
 
 
 def check_weight(run: RunState, window: Window, micro_batch: MicroBatch) -> None:

@@ -23,7 +23,7 @@ from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import saving
 from lockstep.trainer.run.attributes import Changes
-from lockstep.trainer.run.guards import Guards, check_ownership
+from lockstep.trainer.run.guards import Guards, UsersBackward, check_ownership
 from lockstep.trainer.run.hooks import all_of, in_phase, overrides, training_step_of, transfer_of
 from lockstep.trainer.run.manual import AutomaticOptimizer, ManualOptimizer
 from lockstep.trainer.seeding import derive, seed_everything
@@ -60,7 +60,7 @@ class FitLoop:
     """How optimizers step where the strategy alone does not know: the module's `optimizer_step`, or a closure."""
     parameters: dict[str, list[nn.Parameter]] | None
     before_backward: Callable[[Tensor], None] | None
-    backward: Callable[[Tensor], Any] | None
+    backward: UsersBackward | None
     after_backward: Callable[[], None] | None
     reevaluates: bool
     counts_manually: bool
@@ -134,7 +134,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         transfer=strategy.to_device if transfer is None else lambda batch: transfer(batch, 0),
         clip=_clip(run, module),
         before_backward=all_of(run.hooks.on_before_backward),
-        backward=module.backward if overrides(module, "backward", Module) else None,
+        backward=UsersBackward(module.backward) if overrides(module, "backward", Module) else None,
         after_backward=in_phase(AFTER_BACKWARD, all_of(run.hooks.on_after_backward)),
         counts_manually=not module.automatic_optimization and loader.may_filter,
         reload=reload,

@@ -15,6 +15,8 @@ from torch.nn.utils import clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import Module
+from lockstep.strategies.base import NO_HOOKS
+from lockstep.strategies.single import SingleDevice
 from tests.trainer.toy import Net, distance, loader, net, quiet, weights
 
 
@@ -246,6 +248,21 @@ def test_one_that_needs_more_than_the_loss_is_refused() -> None:
         TypeError, match=r"Old.backward is called with the loss alone.*optimizer.*backward\(self, loss\)"
     ):
         quiet().fit(Old(), loader(45))
+
+
+class Deaf(SingleDevice):
+    def forward_backward(self, wrapped: Any, step_fn: Any, window: Any, hooks: Any = NO_HOOKS) -> Any:
+        return super().forward_backward(wrapped, step_fn, window, hooks._replace(backward=None))
+
+
+def test_a_strategy_that_does_not_call_it_is_refused() -> None:
+    module = Penalized()
+    before = weights(module)
+    with pytest.raises(
+        RuntimeError, match="overrides backward, but strategy Deaf has not called it; let its forward_b"
+    ):
+        trained(module, strategy=Deaf())
+    assert distance(weights(module), before) == 0
 
 
 @pytest.mark.parametrize("strategy", ["dp", "pipeline", "deepspeed_stage_2", "federated", "parameter_server"])
