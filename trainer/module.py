@@ -243,7 +243,8 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
         return (schedulers[0] if len(schedulers) == 1 else schedulers) if schedulers else None
 
     def manual_backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Run backward from `loss`, the mean over this batch; strategies that shard refuse `retain_graph`."""
+        """Run backward from `loss`, the mean over this batch; for `automatic_optimization = False`. `retain_graph`
+        keeps the graph for another backward; strategies that shard parameters refuse it."""
         manual_backward(self._running(), loss, retain_graph)
 
     def clip_gradients(
