@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
-from lockstep.strategies.losses import counting_nothing
+from lockstep.strategies.losses import counting_nothing, reached_by
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import changed_within_window, partial_gradient, prepared, shortened
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
@@ -213,6 +213,8 @@ class DDP(SPMDStrategy):
             before = numbers(model)
             with side_effect_free(model), self._step_hooks.log_scope(0):
                 output = step_fn(batch, batch_idx)
+                if self._step_hooks.backward is not None:
+                    reached_by(self._step_hooks.backward, output)
                 refuse_changed_numbers(model, before)
             loss = stand_in(batch, batch_idx)
             return counting_nothing(output, None if loss is None else loss.total)

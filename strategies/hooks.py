@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, StepFn, Strategy
 from lockstep.strategies.checkpoint_state import Reader, TensorShard
-from lockstep.strategies.losses import counting_nothing, split_loss
+from lockstep.strategies.losses import counting_nothing, reached_by
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
 from lockstep.strategies.sync.collectives import sum_gradients
 
@@ -115,12 +115,10 @@ class SPMDHooks(Strategy):
             with side_effect_free(model), self._step_hooks.log_scope(0):
                 before = numbers(model)
                 output = run(batch, batch_idx)
+                value = reached_by(self._step_hooks.backward, output)
                 refuse_changed_numbers(model, before)
-            if (
-                isinstance(output, Mapping) and "loss" not in output
-            ):  # a loss for each optimizer, weighted by no samples
-                return output
-            value = split_loss(output, 0)[0]
+            if isinstance(value, Mapping):  # a loss for each optimizer, weighted by no samples
+                return value
             return None if value is None else counting_nothing(output, value * 0)
 
         return without_weight

@@ -183,6 +183,33 @@ def _refuse_changed(own: OwnBackward, before: dict[int, tuple[Tensor, str, Tenso
         )
 
 
+class _Reached(BaseException):
+    """What a backward was to begin from; nothing of a user's that catches errors takes it for one."""
+
+
+def reached_by(call: Callable[[Tensor], Any] | None, output: Any) -> Any:
+    """What a user's backward runs backward from for `output`, what a step returned for a batch of padding. Of the
+    backward it runs what comes before, in which ranks may meet too."""
+    if isinstance(output, Mapping) and "loss" not in output:
+        return output if call is None else {name: reached_by(call, value) for name, value in output.items()}
+    value = split_loss(output, 0)[0]
+    if call is None or value is None:
+        return value
+    backward = torch.autograd.backward
+
+    def begin(tensors: Any, *_: Any, **__: Any) -> None:
+        raise _Reached([tensors] if isinstance(tensors, Tensor) else [*tensors])
+
+    vars(torch.autograd)["backward"] = begin
+    try:
+        call(value)
+    except _Reached as reached:
+        return torch.stack([root.sum() for root in reached.args[0]]).sum()
+    finally:
+        vars(torch.autograd)["backward"] = backward
+    return value
+
+
 def own_backward_refused(why: str) -> str:
     """The sentence of a strategy that cannot call the `backward` of the user's module."""
     return f"the module overrides backward, but {why}; add terms to the loss in training_step, or use strategy='ddp'"

@@ -113,7 +113,7 @@ class ManualOptimization(UserChanges):
         self, wrapped: nn.Module, hooks: StepHooks, micro_batch: MicroBatch, output: Any, alone: bool = False
     ) -> OwnBackward | None:
         """The user's backward for what the step returned. None for what counts nothing and only keeps ranks together:
-        what the step left in the module for it is gone."""
+        what the step left in the module for it is gone (see `reached_by`)."""
         if hooks.backward is None or not micro_batch.num_samples or isinstance(output, StandIn):
             return None
         if alone and not self._in_group and self.precision.scaler is None:

@@ -151,7 +151,7 @@ def refuse_changed_numbers(model: nn.Module, before: Numbers) -> None:
         for module, attribute, key in places
     )
     raise RuntimeError(
-        f"training_step changed the number{'s' if len(shown) > 1 else ''} {', '.join(shown[:5])}"
+        f"training_step, or backward, changed the number{'s' if len(shown) > 1 else ''} {', '.join(shown[:5])}"
         + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
         + " of the model in a step in which a rank has no samples, and would fall behind the others; "
         "use trainer.global_step, self.log(..., reduce_fx='sum') or a registered buffer instead, "

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import Module
+from lockstep.strategies import FSDP
 from lockstep.strategies.base import NO_HOOKS
 from lockstep.strategies.single import SingleDevice
 from tests.trainer.toy import Net, distance, loader, net, quiet, weights
@@ -116,6 +117,37 @@ def test_it_is_exact_on_ranks_some_without_samples(strategy: str) -> None:
     for num_samples, options in ((37, {"accumulate_grad_batches": 2}), (1, {})):
         reference = trained(wanted(), num_samples, **options)
         assert distance(trained(Logged(), num_samples, strategy=strategy, devices=2, **options), reference) < 1e-12
+
+
+class Further(Penalized):
+    """Only what it adds reaches a layer, which ranks exchange."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside = torch.nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = cross_entropy(self(batch[0]), batch[1])
+        self.penalty = self.aside(batch[0]).square().mean()
+        return loss + self.penalty if self.in_step else loss
+
+
+class Counts(Penalized):
+    calls = 0
+
+    def backward(self, loss: Tensor) -> None:  # type: ignore[override]
+        self.calls += 1
+        loss.backward()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", [FSDP(wrap=[torch.nn.Linear]), "ddp"], ids=["fsdp", "ddp"])
+def test_ranks_without_samples_run_as_far_as_its_backward(strategy: Any) -> None:
+    module = Further()
+    module.in_step = True
+    assert distance(trained(Further(), strategy=strategy, devices=2), trained(module)) < 1e-12
+    with pytest.raises(RuntimeError, match="or backward, changed the number calls of the model in a step in which a r"):
+        trained(Counts(), strategy=strategy, devices=2)
 
 
 @pytest.mark.ranks
