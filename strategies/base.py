@@ -371,7 +371,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def barrier(self, name: str = "") -> None:
-        """Wait until every rank is here; `name` is for who reads the call."""
+        """Wait until every rank is here. `name` changes nothing."""
 
     # ---- 3. sampler seeding ----------------------------------------------------------------------
 

@@ -214,7 +214,7 @@ class DDP(SPMDStrategy):
             with side_effect_free(model), self._step_hooks.log_scope(0):
                 output = step_fn(batch, batch_idx)
                 if self._step_hooks.backward is not None:
-                    reached_by(self._step_hooks.backward, output)
+                    reached_by(self._step_hooks.backward, output, model)
                 refuse_changed_numbers(model, before)
             loss = stand_in(batch, batch_idx)
             return counting_nothing(output, None if loss is None else loss.total)

@@ -115,7 +115,7 @@ class SPMDHooks(Strategy):
             with side_effect_free(model), self._step_hooks.log_scope(0):
                 before = numbers(model)
                 output = run(batch, batch_idx)
-                value = reached_by(self._step_hooks.backward, output)
+                value = reached_by(self._step_hooks.backward, output, model)
                 refuse_changed_numbers(model, before)
             if isinstance(value, Mapping):  # a loss for each optimizer, weighted by no samples
                 return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +90,8 @@ class OwnBackward(NamedTuple):
     once: bool
     """Whether it must run backward once, in which gradients are summed over ranks."""
     watched: Callable[[], Iterable[tuple[str, Tensor]]] | None
-    """Parameters by name whose gradients it must not change itself; None if they are those of the whole step."""
+    """Gives parameters by name whose gradients it must not change itself; None where gradients are those of the whole
+    step."""
 
 
 def run_own(own: OwnBackward, loss: Weighted, more: bool, scaler: Any = None) -> None:
@@ -148,7 +150,7 @@ def run_own(own: OwnBackward, loss: Weighted, more: bool, scaler: Any = None) ->
     if not times:
         raise RuntimeError(
             "the module's backward has never run backward, by which the strategy weighs what it adds to gradients; "
-            "call loss.backward()"
+            "call loss.backward(), or return None from training_step for a batch that is not to count"
         )
     _refuse_changed(own, before)
 
@@ -184,30 +186,35 @@ def _refuse_changed(own: OwnBackward, before: dict[int, tuple[Tensor, str, Tenso
 
 
 class _Reached(BaseException):
-    """What a backward was to begin from; nothing of a user's that catches errors takes it for one."""
+    """A backward was to begin; nothing of a user's that catches errors takes it for one."""
 
 
-def reached_by(call: Callable[[Tensor], Any] | None, output: Any) -> Any:
+def reached_by(call: Callable[[Tensor], Any] | None, output: Any, model: nn.Module) -> Any:
     """What a user's backward runs backward from for `output`, what a step returned for a batch of padding. Of the
-    backward it runs what comes before, in which ranks may meet too."""
+    backward it runs what comes before, in which ranks may meet too.
+
+    Raises RuntimeError if that changes gradients.
+    """
     if isinstance(output, Mapping) and "loss" not in output:
-        return output if call is None else {name: reached_by(call, value) for name, value in output.items()}
+        return output if call is None else {name: reached_by(call, value, model) for name, value in output.items()}
     value = split_loss(output, 0)[0]
     if call is None or value is None:
         return value
-    backward = torch.autograd.backward
+    own = OwnBackward(call, True, model.named_parameters)
+    backward, before, roots = torch.autograd.backward, _marks(own), [value]
 
     def begin(tensors: Any, *_: Any, **__: Any) -> None:
-        raise _Reached([tensors] if isinstance(tensors, Tensor) else [*tensors])
+        roots[:] = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+        raise _Reached
 
     vars(torch.autograd)["backward"] = begin
     try:
-        call(value)
-    except _Reached as reached:
-        return torch.stack([root.sum() for root in reached.args[0]]).sum()
+        with suppress(_Reached):
+            own.call(value)
     finally:
         vars(torch.autograd)["backward"] = backward
-    return value
+    _refuse_changed(own, before)
+    return torch.stack([root.sum() for root in roots]).sum()
 
 
 def own_backward_refused(why: str) -> str:

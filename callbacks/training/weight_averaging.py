@@ -74,7 +74,7 @@ class WeightAveraging(Callback):
         self._averages: Averages | None = None
         self._num_updates = 0
         self._last_step: int | None = None  # the last step, and the last epoch, whose end this has seen
-        self._ended: int | None = None
+        self._ended: int | None = None  # None: not known
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Whether to update now. Called with `step_idx`, from 0, after each optimizer step, and with `epoch_idx`, from
@@ -106,8 +106,8 @@ class WeightAveraging(Callback):
         return self._averages
 
     def state_dict(self) -> dict[str, Any]:
-        ended = -1 if self._ended is None else self._ended
-        state: dict[str, Any] = {"num_updates": self.num_updates, "last_step": self._last_step, "ended": ended}
+        state: dict[str, Any] = {"num_updates": self.num_updates}
+        state |= {"last_step": self._last_step, "ended": self._ended}
         if self.num_updates and self._averages is not None and self._averages.buffers is not None:
             state["buffers"] = self._averages.buffers.state_dict()
         return state
@@ -135,12 +135,16 @@ class WeightAveraging(Callback):
         # What a callback before this saved at the end of a step or an epoch lacks what this does at it.
         if self._last_step is None:
             self._last_step = trainer.global_step
-        self.on_train_batch_end(trainer, module, None, None, 0)
+        self._end_step(trainer)
         is_closed, epoch = trainer._run.progress.epoch_closed, trainer.current_epoch
         if is_closed and self._ended is not None and self._ended < epoch:
-            self.on_train_epoch_end(trainer, module)
+            self._end_epoch(trainer)
+        self._ended = epoch if is_closed else epoch - 1
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._end_step(trainer)
+
+    def _end_step(self, trainer: Trainer) -> None:
         step = trainer.global_step
         if step == self._last_step:  # within an accumulation window, or the step was skipped
             return
@@ -150,6 +154,9 @@ class WeightAveraging(Callback):
             self._update(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        self._end_epoch(trainer)
+
+    def _end_epoch(self, trainer: Trainer) -> None:
         self._ended = trainer.current_epoch
         if self.should_update(epoch_idx=trainer.current_epoch):
             self._update(trainer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -43,7 +44,7 @@ class SchedulerConfig:
         object.__setattr__(self, "reduce_on_plateau", on_plateau)
         if self.interval not in ("epoch", "step"):
             raise ValueError(f"interval of an lr_scheduler must be 'epoch' or 'step', but interval={self.interval!r}")
-        if not isinstance(self.frequency, int) or self.frequency < 1:
+        if not isinstance(self.frequency, Integral) or isinstance(self.frequency, bool) or self.frequency < 1:
             raise ValueError(
                 f"frequency of an lr_scheduler must be a whole number of at least 1, but frequency={self.frequency!r}"
             )

@@ -34,7 +34,7 @@ class Observed(Callback):
         self.losses.append(float(trainer.callback_metrics["val/loss"]))
 
 
-def fit(averaging: WeightAveraging, *callbacks: Callback, ckpt_path: Any = None, **options: Any) -> tuple[Net, Any]:
+def fit(averaging: Callback, *callbacks: Callback, ckpt_path: Any = None, **options: Any) -> tuple[Net, Any]:
     module = net()
     trainer = quiet(
         **{"precision": "64-true", "split_batches": True, "max_epochs": 2}
@@ -444,3 +444,51 @@ def test_a_buffer_that_is_not_what_it_was_is_an_error(change: Any, error: str, h
         return
     with pytest.raises(RuntimeError, match=error):
         fit_normed(WeightAveraging(0.7, use_buffers=True), Changes())
+
+
+class Counting(WeightAveraging):
+    """A subclass with hooks of its own, which only a batch and an epoch may call."""
+
+    batches = epochs = 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches += len(batch) == 2
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.epochs += 1
+        super().on_train_epoch_end(trainer, module)
+
+
+class SavesAtEpochs(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}")
+
+
+def test_hooks_of_a_subclass_are_called_by_the_loop_alone(tmp_path: Path) -> None:
+    averaging = Counting(0.5, update_every_n_steps=None)
+    fit(SavesAtEpochs(tmp_path), averaging)
+    assert (averaging.batches, averaging.epochs, averaging.num_updates) == (2 * STEPS, 2, 2)
+    averaging = Counting(0.5, update_every_n_steps=None)
+    fit(averaging, ckpt_path=tmp_path / "0")
+    assert (averaging.batches, averaging.epochs, averaging.num_updates) == (STEPS, 1, 2)
+
+
+class SavesAtTheStart(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.folder / "again")
+
+
+def test_averages_that_begin_in_a_resumed_run_take_no_epoch_of_before(tmp_path: Path) -> None:
+    fit(SavesAtEpochs(tmp_path))
+    first = WeightAveraging(0.5, update_every_n_steps=None)
+    whole, _ = fit(first, SavesAtTheStart(tmp_path), max_epochs=3, ckpt_path=tmp_path / "0")
+    second = WeightAveraging(0.5, update_every_n_steps=None)
+    again, _ = fit(second, max_epochs=3, ckpt_path=tmp_path / "again")
+    assert first.num_updates == second.num_updates == 2 and equal(weights(whole), weights(again))

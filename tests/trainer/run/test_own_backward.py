@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep import Module
 from lockstep.strategies import FSDP
 from lockstep.strategies.base import NO_HOOKS
+from lockstep.strategies.losses import reached_by
 from lockstep.strategies.single import SingleDevice
 from tests.trainer.toy import Net, distance, loader, net, quiet, weights
 
@@ -308,3 +309,24 @@ def test_manual_optimization_refuses_it() -> None:
     module.automatic_optimization = False
     with pytest.raises(ValueError, match="Penalized optimizes manually and overrides backward, which manual_backward"):
         quiet().fit(module, loader(45))
+
+
+def test_on_padding_a_backward_runs_up_to_its_own() -> None:
+    layer = torch.nn.Linear(2, 1)
+    layer(torch.ones(1, 2)).sum().backward()
+    loss = layer(torch.ones(1, 2)).sum()
+
+    def catches_all(loss: Tensor) -> None:
+        try:
+            (loss + 1).backward()
+        except:  # noqa: E722
+            pass
+
+    assert torch.equal(reached_by(catches_all, loss, layer), loss + 1)
+
+    def forgets(loss: Tensor) -> None:
+        layer.zero_grad()
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match=r"changed gradients by itself \(weight, bias\)"):
+        reached_by(forgets, loss, layer)

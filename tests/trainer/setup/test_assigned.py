@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -180,6 +181,7 @@ def scheduler_by(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], None]:
     [
         (lambda m, o: LRSchedulerConfig(StepLR(o, 1), interval="batch"), "interval of an lr_scheduler.*'batch'"),
         (lambda m, o: LRSchedulerConfig(StepLR(o, 1), frequency=0), "frequency of an lr_scheduler.*frequency=0"),
+        (lambda m, o: LRSchedulerConfig(StepLR(o, 1), frequency=True), "frequency of an lr_scheduler.*frequency=True"),
         (
             lambda m, o: LRSchedulerConfig(StepLR(m.optimizers(), 1)),
             r"StepLR is built on what self.optimizers\(\) gives",
@@ -194,7 +196,7 @@ def test_a_scheduler_that_would_change_nothing_is_refused(make: Callable[[Any, A
 @pytest.mark.parametrize(
     "make",
     [
-        lambda m, o: LRSchedulerConfig(StepLR(o, 1, 0.5), "rate", "epoch"),  # Lightning's order
+        lambda m, o: LRSchedulerConfig(StepLR(o, 1, 0.5), "rate", "epoch", numpy.int64(1)),  # Lightning's order
         lambda m, o: LRSchedulerConfig(
             ReduceLROnPlateau(o, "max", 0.5, 0), reduce_on_plateau=False, monitor="val/loss"
         ),

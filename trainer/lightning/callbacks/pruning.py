@@ -204,7 +204,7 @@ class ModelPruning(Callback):
         return self._masks
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seed": self._seed, "seen_at": -1 if self._seen_at is None else self._seen_at}
+        return {"seed": self._seed, "seen_at": self._seen_at}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._seed, self._seen_at = state_dict["seed"], state_dict.get("seen_at")
@@ -219,9 +219,11 @@ class ModelPruning(Callback):
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         if self._seed is None:
             self._seed = trainer.strategy.broadcast(torch.initial_seed() % 2**63)
-        progress, seen = trainer._run.progress, self._seen_at
-        if progress.epoch_closed and seen is not None and seen < progress.total_batches:
-            self.on_train_epoch_end(trainer, module)  # a callback before this saved at that end
+        progress = trainer._run.progress
+        if self._seen_at is None:
+            self._seen_at = progress.total_batches if progress.epoch_closed else -1
+        if progress.epoch_closed and self._seen_at < progress.total_batches and self._prune_on_train_epoch_end:
+            self._run_pruning(trainer)  # a callback before this saved at that end
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         if self._prune_on_train_epoch_end:
