@@ -159,7 +159,7 @@ def test_the_callback_knows_what_is_left_after_a_failed_write(tmp_path: Path, mo
     monkeypatch.setenv("LOCKSTEP_FAULTS", "step=4,point=save.write,action=eio")
     saver = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=2, async_save=True)
     with pytest.raises(CheckpointError, match="Input/output error"):
-        fit(tmp_path, Steps(tmp_path, 0.1), saver, max_steps=9)
+        fit(tmp_path, Steps(tmp_path, 0.3), saver, max_steps=9)
     assert saver.best_model_path == str(tmp_path / "kept" / "step=2") and is_checkpoint(saver.best_model_path)
 
 
