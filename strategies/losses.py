@@ -190,10 +190,10 @@ class _Reached(BaseException):
 
 
 def reached_by(call: Callable[[Tensor], Any] | None, output: Any, model: nn.Module) -> Any:
-    """What a user's backward runs backward from for `output`, what a step returned for a batch of padding. Of the
-    backward it runs what comes before, in which ranks may meet too.
+    """What a user's backward begins from, given `output`, which a step returned for a batch of padding. The user's
+    code runs up to there, as ranks may meet before it.
 
-    Raises RuntimeError if that changes gradients.
+    Raises RuntimeError if that code changes gradients.
     """
     if isinstance(output, Mapping) and "loss" not in output:
         return output if call is None else {name: reached_by(call, value, model) for name, value in output.items()}
