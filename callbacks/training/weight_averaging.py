@@ -300,6 +300,11 @@ class BufferAverages:
         """The first rank that holds a buffer, of those that other ranks lack."""
         named = [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
         self.names = [name for name, _ in named]
+        if named and getattr(strategy, "broadcast_buffers", None) is False and strategy.topology.world_size > 1:
+            raise ValueError(
+                f"with broadcast_buffers=False each rank of {strategy.name} has buffers of its own, and a checkpoint "
+                "holds the averages of one; give WeightAveraging use_buffers=False"
+            )
         if named:
             device = strategy.topology.device
             here = torch.tensor([is_held(buffer) for _, buffer in named], device=device, dtype=torch.float32)

@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep import CheckpointError, Module
 from lockstep.callbacks import Callback, ModelCheckpoint, WeightAveraging
+from lockstep.strategies import DDP
 from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
 
 STEPS = 7  # of an epoch of 50 samples in batches of 8
@@ -492,3 +493,17 @@ def test_averages_that_begin_in_a_resumed_run_take_no_epoch_of_before(tmp_path: 
     second = WeightAveraging(0.5, update_every_n_steps=None)
     again, _ = fit(second, max_epochs=3, ckpt_path=tmp_path / "again")
     assert first.num_updates == second.num_updates == 2 and equal(weights(whole), weights(again))
+
+
+@pytest.mark.ranks
+def test_averages_of_buffers_that_differ_by_rank_are_refused() -> None:
+    module = net()
+    module.register_buffer("mean", torch.zeros(2))
+    trainer = quiet(
+        strategy=DDP(broadcast_buffers=False),
+        devices=2,
+        accelerator="cpu",
+        callbacks=[WeightAveraging(use_buffers=True)],
+    )
+    with pytest.raises(ValueError, match="with broadcast_buffers=False each rank of DDP has buffers of its own"):
+        trainer.fit(module, loader(), loader(24))
