@@ -81,6 +81,8 @@ def resolve_devices(devices: int | str, accelerator: str, most: int | None = Non
         raise ValueError(f"{_RULE}, but devices={devices!r}")
     if most is not None and count > most:
         raise ValueError(f"strategy='single' runs on one device, but devices={count}; use strategy='ddp' for {count}")
+    if accelerator == "cuda" and have and environment.shares_gpu():
+        return count
     world = environment.detect() if accelerator == "cuda" and count > have else None
     if world is not None:
         device_index(world, have)
@@ -92,10 +94,11 @@ def resolve_devices(devices: int | str, accelerator: str, most: int | None = Non
 
 
 def nth_device(kind: str, index: int) -> torch.device:
-    """The device of a process that runs several: the CPU is one for all indices, or in a plan one for each."""
+    """The device of a process that runs several: the CPU, or a GPU to share, is one for all indices, but in a plan the
+    CPU is one for each."""
     if kind == "cpu" and not (index and environment.in_plan()):
         return torch.device("cpu")
-    return torch.device(kind, index)
+    return torch.device(kind, 0 if kind == "cuda" and environment.shares_gpu() else index)
 
 
 def check_launcher(name: str, single_process: bool, devices: int | str, num_devices: int, num_nodes: int) -> None:
@@ -128,12 +131,14 @@ def check_launcher(name: str, single_process: bool, devices: int | str, num_devi
 
 def device_index(world: environment.World | None, visible: int, environ: Mapping[str, str] = os.environ) -> int:
     """Which of the `visible` CUDA devices is this rank's: by its place on the node, or the only one that its launcher
-    shows it.
+    shows it, or with LOCKSTEP_SHARE_GPU the first.
 
     Raises ValueError if there are fewer than ranks.
     """
-    if world is None or world.local_rank < visible >= world.local_world_size:
-        return 0 if world is None else world.local_rank
+    if world is None or (visible and environment.shares_gpu(environ)):
+        return 0
+    if world.local_rank < visible >= world.local_world_size:
+        return world.local_rank
     if visible == 1 and environ.get("CUDA_VISIBLE_DEVICES"):  # as with one GPU a task under Slurm
         return 0
     raise ValueError(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
-import os
-import warnings
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +18,7 @@ from lockstep.strategies.base import NO_HOOKS, Loss, StepFn, StepHooks
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.deepspeed.access import Access, refuse_copy
 from lockstep.strategies.deepspeed.additions import Additions
+from lockstep.strategies.deepspeed.engine import environment, initialize, place_of
 from lockstep.strategies.deepspeed.partitions import Partitions, group_of
 from lockstep.strategies.losses import StandIn, counting_nothing, split_loss
 from lockstep.strategies.modules.model_changes import own_backward
@@ -75,10 +73,11 @@ class ZeroStep(nn.Module):
         config: dict[str, Any],
         trained: list[nn.Parameter],
         device: torch.device,
-        local_rank: int,
+        device_index: int,
     ) -> None:
         """Build the engine. Every rank calls it."""
-        self.local_rank = local_rank
+        self.device_index = device_index
+        self.place: dict[str, str | None] = {}
         self.additions = Additions(self.model)
         self.linear = F.linear  # replaced by ZeRO-3
         self.trained, self.num_modules = trained, len([*self.model.modules()])
@@ -92,7 +91,7 @@ class ZeroStep(nn.Module):
         for i, module in enumerate(modules):
             self.hooks.append(module.register_forward_pre_hook(functools.partial(self._announce, GATHER, i)))
             self.hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(begin)]
-        engine = _initialize(self, optimizer, config, device, local_rank)
+        engine = initialize(self, optimizer, config, device, device_index)
         self.__dict__["engine"] = engine  # not a child: the engine holds this module
         self.additions.seal()
         if engine.optimizer.optimizer is not optimizer:
@@ -210,14 +209,14 @@ class ZeroStep(nn.Module):
     def forward(self) -> Tensor | None:
         self.access.is_users = True
         try:
-            return self.forwarded()
+            with environment(self.place):
+                return self.forwarded()
         finally:
             self.access.is_users = False
 
     def _through_engine(self, forwarded: Callable[[], Any]) -> Any:
         self.forwarded = forwarded
-        # ZeRO-3 reads LOCAL_RANK, which not every launcher sets.
-        with self.access.of_engine(), _environment(LOCAL_RANK=str(self.local_rank)):
+        with self.access.of_engine(), environment(place_of(self.device_index)) as self.place:
             try:
                 return self.engine()
             except BaseException:
@@ -340,8 +339,6 @@ class ZeroStep(nn.Module):
         if self.stage < 3:
             self.engine.optimizer.micro_step_id = -1
 
-    # ---- what user code sees ---------------------------------------------------------------------
-
     # ---- where things are ------------------------------------------------------------------------
 
     def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -350,40 +347,11 @@ class ZeroStep(nn.Module):
         return ((name, parameters[name]) for group in self.groups for name in group if parameters[name].requires_grad)
 
 
-def _initialize(module: ZeroStep, optimizer: Optimizer, config: dict[str, Any], device: torch.device, rank: int) -> Any:
-    """DeepSpeed's engine around `module`. Every rank calls it, with its local rank."""
-    accelerator = {"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {}
-    with _environment(LOCAL_RANK=str(rank), **accelerator), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import deepspeed
-
-        # An operator for inference, which would be compiled here (45 s, and not without g++). Asking which
-        # operators could be compiled tries the compiler, so the answer is put in its place.
-        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
-        with contextlib.redirect_stdout(io.StringIO()):
-            engine, *_ = deepspeed.initialize(
-                model=module, optimizer=optimizer, config=config, dist_init_required=False
-            )
-    return engine
-
-
 @contextlib.contextmanager
 def no_trace(model: nn.Module, hooks: StepHooks) -> Iterator[None]:
     """Run a step whose logged values, counters and random numbers do not count."""
     with side_effect_free(model), hooks.log_scope(0):
         yield
-
-
-@contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Set environment variables for a while, where they are not set."""
-    missing = [name for name in variables if name not in os.environ]
-    os.environ.update({name: variables[name] for name in missing})
-    try:
-        yield
-    finally:
-        for name in missing:
-            os.environ.pop(name, None)
 
 
 def _nothing() -> None: ...

@@ -8,8 +8,9 @@ sets PMI_RANK: MPICH, Intel MPI), TF_CONFIG. Two variables overrule the detectio
     LOCKSTEP_INIT_METHOD  where ranks meet: env:// (MASTER_ADDR and MASTER_PORT), tcp://host:port or file:///path
                           (a path that all ranks see and that does not exist yet)
 
-A third one is for tests: with LOCKSTEP_FORCE_MESH=1 a strategy of several ranks that runs on one keeps its own process
-group, mesh and engine, of one rank, where it would otherwise do what `single` does.
+Two more are for tests. With LOCKSTEP_FORCE_MESH=1 a strategy of several ranks that runs on one keeps its own process
+group, mesh and engine, of one rank, where it would otherwise do what `single` does. With LOCKSTEP_SHARE_GPU=1 all ranks
+of a node compute on its first GPU, and NCCL takes each for a host of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -96,61 +96,19 @@ def started_by_lockstep() -> bool:
 
 def forces_mesh(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether LOCKSTEP_FORCE_MESH asks for a mesh of one rank. Raises ValueError for another value."""
-    value = environ.get("LOCKSTEP_FORCE_MESH", "")
+    return _flag("LOCKSTEP_FORCE_MESH", environ)
+
+
+def shares_gpu(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether LOCKSTEP_SHARE_GPU lets all ranks of a node compute on one GPU. Raises ValueError for another value."""
+    return _flag("LOCKSTEP_SHARE_GPU", environ)
+
+
+def _flag(name: str, environ: Mapping[str, str]) -> bool:
+    value = environ.get(name, "")
     if value not in ("", "0", "1"):
-        raise ValueError(f"LOCKSTEP_FORCE_MESH must be 0 or 1, but it is {value!r}: correct it or unset it")
+        raise ValueError(f"{name} must be 0 or 1, but it is {value!r}: correct it or unset it")
     return value == "1"
-
-
-def requeue(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Requeue this Slurm job if LOCKSTEP_REQUEUE=1; return what was done, as a line, or None.
-
-    One rank calls it, once a checkpoint is committed. What `scontrol` refuses is said, not raised.
-    """
-    job = environ.get("SLURM_JOB_ID")
-    if environ.get("LOCKSTEP_REQUEUE") != "1" or not job:
-        return None
-    try:
-        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"job {job} could not be requeued: {error}"
-    if done.returncode == 0:
-        return f"job {job} was requeued"
-    return f"job {job} could not be requeued: {(done.stderr or done.stdout).strip()}"
-
-
-def expand_hosts(hosts: str) -> list[str]:
-    """Expand Slurm's list of hosts: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7, login. Raises ValueError."""
-    names: list[str] = []
-    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts):
-        expanded = [""]
-        for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", item):
-            expanded = [
-                prefix + suffix
-                for prefix in expanded
-                for suffix in ([literal] if literal else _expand_ranges(ranges, hosts))
-            ]
-        names += expanded
-    if not names or hosts.count("[") != hosts.count("]"):
-        raise ValueError(
-            f"A Slurm node list looks like gpu[01-03,7],login, but it is {hosts!r}: correct SLURM_STEP_NODELIST or "
-            "SLURM_JOB_NODELIST"
-        )
-    return names
-
-
-def _expand_ranges(ranges: str, hosts: str) -> list[str]:
-    numbers = []
-    for part in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None:
-            raise ValueError(
-                f"A range in a Slurm node list looks like [01-03,7], but {hosts!r} has [{ranges}]: correct "
-                "SLURM_JOB_NODELIST"
-            )
-        low, high = match[1], match[2] or match[1]
-        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
-    return numbers
 
 
 # ---- one reader a launcher: its world, or None where its variables are absent --------------------------
@@ -196,6 +154,8 @@ def _slurm(environ: Mapping[str, str]) -> World | None:
     if world_size == 1:
         return None
     hosts_name = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
+    from lockstep.strategies.launch.slurm import expand_hosts  # needed under Slurm alone
+
     hosts = expand_hosts(environ[hosts_name]) if environ.get(hosts_name) else []
     num_nodes = _integer(environ, "SLURM_STEP_NUM_NODES", low=1, high=world_size, default=len(hosts) or 1)
     node_rank = _integer(environ, "SLURM_NODEID", low=0, high=num_nodes - 1, default=0 if num_nodes == 1 else None)
@@ -397,4 +357,4 @@ def _init_method(environ: Mapping[str, str], default: str | None) -> str | None:
     return method
 
 
-__all__ = ["World", "detect", "expand_hosts", "forces_mesh", "requeue"]
+__all__ = ["World", "detect", "forces_mesh", "shares_gpu"]

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from lockstep.strategies.launch.environment import World, started_by_lockstep
+from lockstep.strategies.launch.environment import World, shares_gpu, started_by_lockstep
 
 _REJOIN = timedelta(seconds=60)
 
@@ -59,6 +59,8 @@ def init_process_group(
         interface = _interface_to(_host_and_port(world)[0])
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if world is not None and shares_gpu():  # NCCL refuses two ranks of one host on one GPU
+        os.environ["NCCL_HOSTID"] = f"rank {world.rank}"
     timeout = timedelta(seconds=timeout_s)
     if world is not None and world.launcher == "plan":
         backend, device = "fake", None

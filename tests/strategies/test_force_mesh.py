@@ -16,6 +16,8 @@ from torch.torch_version import TorchVersion
 
 from lockstep.callbacks import Callback
 from lockstep.strategies import DDP, FSDP, DeepSpeed, MeshParallel, Pipeline, SingleDevice, Strategy, TensorParallel
+from lockstep.strategies.devices import nth_device, resolve_devices
+from lockstep.strategies.launch.environment import forces_mesh, shares_gpu
 from tests.strategies import contract
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
@@ -182,7 +184,28 @@ def listening() -> set[str]:
 
 
 @pytest.mark.parametrize("value", ["yes", "2", "true"])
-def test_a_value_that_is_neither_0_nor_1_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCKSTEP_FORCE_MESH", value)
-    with pytest.raises(ValueError, match=f"LOCKSTEP_FORCE_MESH must be 0 or 1, but it is '{value}'"):
-        FSDP().configure(devices=1, accelerator="cpu")
+@pytest.mark.parametrize(("name", "flag"), [("LOCKSTEP_FORCE_MESH", forces_mesh), ("LOCKSTEP_SHARE_GPU", shares_gpu)])
+def test_a_value_that_is_neither_0_nor_1_is_refused(
+    name: str, flag: Callable[[], bool], value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name} must be 0 or 1, but it is '{value}'"):
+        flag()
+    if flag is forces_mesh:
+        with pytest.raises(ValueError, match=name):
+            FSDP().configure(devices=1, accelerator="cpu")
+
+
+def test_ranks_that_share_a_gpu_may_be_more_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="devices=2, but this machine has 1 CUDA devices"):
+        resolve_devices(2, "cuda")
+    assert nth_device("cuda", 1) == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCKSTEP_SHARE_GPU", "1")
+    assert resolve_devices(2, "cuda") == 2 and resolve_devices("auto", "cuda") == 1
+    assert nth_device("cuda", 1) == torch.device("cuda", 0)
+    with pytest.raises(ValueError, match="devices must be"):
+        resolve_devices(0, "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="has 0 CUDA devices"):
+        resolve_devices(2, "cuda")

@@ -1,9 +1,12 @@
-"""fsdp, tensor and their meshes on GPUs with NCCL: the numbers of a loop by hand, bfloat16, clipping, checkpoints that
-leave the GPU."""
+"""ddp, fsdp, tensor and their meshes on GPUs with NCCL: the numbers of a loop by hand, bfloat16, clipping, checkpoints
+that leave the GPU, ranks that fall."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Module
-from lockstep.callbacks import Callback
-from lockstep.strategies import FSDP, MeshParallel, SingleDevice, Strategy, TensorParallel
-from tests.strategies import contract
+from lockstep import Module, RankFailure
+from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.strategies import DDP, FSDP, MeshParallel, SingleDevice, Strategy, TensorParallel
+from tests.strategies import contract, gpus
 from tests.strategies.contract import Plan, difference, reference, saved_weights
-from tests.trainer.toy import quiet
+from tests.trainer.toy import loader, net, quiet
 
 GPU = "gpu"
 DEVICE, BACKEND = "cuda", "nccl"
@@ -27,19 +30,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 
 @pytest.fixture(autouse=True)
-def _one_rank_keeps_its_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+def _ranks_share_a_gpu_and_one_keeps_its_mesh(devices: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
+    with gpus.shared_by(devices, monkeypatch):
+        yield
 
 
 def on(count: int, make: Callable[[], Strategy], name: str) -> Any:
-    have = torch.cuda.device_count()
-    marks = [pytest.mark.skipif(have < count, reason=f"needs {count} CUDA devices, there are {have}")]
-    return pytest.param(make, count, marks=marks, id=f"{name} on {count}")
+    return pytest.param(make, count, marks=gpus.needs(count), id=f"{name} on {count}")
 
 
 LAYOUTS = [
     on(1, FSDP, "fsdp"),
     on(1, TensorParallel, "tensor"),
+    on(2, DDP, "ddp"),
     on(2, FSDP, "fsdp"),
     on(2, lambda: FSDP(cpu_offload=True), "fsdp offloaded"),
     on(2, TensorParallel, "tensor"),
@@ -160,3 +164,59 @@ def test_bfloat16_computes_and_float32_keeps(make: Callable[[], Strategy], devic
     )
     assert trainer.global_step == 8 and expected.norm() > 0.01
     assert (moved - expected).norm() < 0.05 * expected.norm()
+
+
+class Falls(Callback):
+    """Ends rank 1 in step 5, or lets it wait there."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 5:
+            if self.how == "raises":
+                raise ArithmeticError("no")
+            os.kill(os.getpid(), signal.SIGKILL if self.how == "is killed" else signal.SIGSTOP)
+
+
+ENDS = {
+    "raises": (ArithmeticError, "no"),
+    "is killed": (RankFailure, r"rank 1 was killed by SIGKILL \(step 5"),
+    "hangs": (RankFailure, r"rank 1 hangs \(step 5"),
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=gpus.needs(2))])
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [(DDP, "raises"), (DDP, "is killed"), (DDP, "hangs"), (FSDP, "is killed"), (TensorParallel, "raises")],
+)
+def test_a_run_of_which_a_rank_fell_is_ended_and_resumed(
+    make: Callable[[], Strategy], how: str, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank waits in NCCL, which does not see that its peer is gone."""
+
+    def fit(folder: str, *callbacks: Callback, ckpt_path: str | None = None) -> list[Tensor]:
+        module = net()
+        quiet(
+            strategy=make(),
+            devices=devices,
+            accelerator=GPU,
+            split_batches=True,
+            max_epochs=2,
+            seed=0,
+            enable_checkpointing=True,
+            callbacks=[ModelCheckpoint(dirpath=tmp_path / folder, every_n_train_steps=2, save_last=True), *callbacks],
+        ).fit(module, loader(40, 8, shuffle=True), ckpt_path=ckpt_path)
+        return [parameter.detach().cpu() for parameter in module.parameters()]
+
+    whole = fit("whole")
+    monkeypatch.setenv("LOCKSTEP_WATCHDOG_S", "10")
+    error, match = ENDS[how]
+    began = time.monotonic()
+    with pytest.raises(error, match=match):
+        fit("cut", Falls(how))
+    assert time.monotonic() - began < 60
+    resumed = fit("cut", ckpt_path="last")
+    assert all(torch.equal(one, other) for one, other in zip(resumed, whole, strict=True))

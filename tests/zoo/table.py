@@ -122,23 +122,23 @@ def train(name: str, strategy: str, devices: int, precision: str, accelerator: s
 
 
 def train_all(
-    names: list[str], strategy: str, devices: int, precision: str, done: str | None = None
+    names: list[str], strategy: str, devices: int, precision: str, done: str | None = None, accelerator: str = "cpu"
 ) -> dict[str, Result]:
     found = {}
     for name in names:
-        found[name] = train(name, strategy, devices, precision)
+        found[name] = train(name, strategy, devices, precision, accelerator)
         if done is not None and environment.detect().rank == 0:  # type: ignore[union-attr]
             torch.save({name: tuple(vars(result).values()) for name, result in found.items()}, f"{done}.new")
             os.replace(f"{done}.new", done)
     return found
 
 
-def results(strategy: str, devices: int, names: list[str]) -> dict[str, Result]:
+def results(strategy: str, devices: int, names: list[str], accelerator: str = "cpu") -> dict[str, Result]:
     """Every case under one strategy, one after the other on the same ranks; a case that ends these, or whose error may
     follow from another rank's, is trained by itself."""
     precision = precision_of(strategy)
     if strategy.removesuffix(ACCUMULATING) in ("dp", "model"):
-        return train_all(names, strategy, devices, precision)
+        return train_all(names, strategy, devices, precision, None, accelerator)
     alone = {name for name in names if name in APART}
     os.environ.setdefault("LOCKSTEP_WATCHDOG_S", "30")  # a case that is not in APART, and ends one rank only
     found: dict[str, Result] = {}
@@ -147,7 +147,7 @@ def results(strategy: str, devices: int, names: list[str]) -> dict[str, Result]:
         with tempfile.TemporaryDirectory() as folder:
             done = f"{folder}/done"
             try:
-                found |= launch(train_all, (left, strategy, devices, precision, done), devices)
+                found |= launch(train_all, (left, strategy, devices, precision, done, accelerator), devices)
                 break
             except Exception:
                 saved = torch.load(done) if Path(done).exists() else {}
@@ -156,7 +156,7 @@ def results(strategy: str, devices: int, names: list[str]) -> dict[str, Result]:
         alone.update(left[:1])  # the ranks of the others are gone with it
         left = left[1:]
     alone |= {name for name, result in found.items() if result.error and not is_refusal(result.error)}
-    return found | {name: train(name, strategy, devices, precision) for name in alone}
+    return found | {name: train(name, strategy, devices, precision, accelerator) for name in alone}
 
 
 APART = {

@@ -1,10 +1,11 @@
-"""Every model and habit of the zoo on one GPU, where a mesh of one rank runs each strategy's own code: equal to the run
-without a strategy, or refused."""
+"""Every model and habit of the zoo on a GPU, where a mesh of one rank runs each strategy's own code, and on two ranks:
+equal to the run without a strategy, or refused."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.strategies import gpus
 from tests.strategies.test_one_gpu import STRATEGIES
 from tests.zoo import table
 from tests.zoo.habits import HABITS
@@ -25,3 +26,18 @@ def test_every_case_is_equal_or_refused(name: str, kind: dict[str, object], monk
         found[case] = table.outcome(case, result, expected, precision)
         assert found[case] != "error", f"{case}: {result.error}"
     assert "equal" in found.values()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900, func_only=True)
+@pytest.mark.parametrize(
+    "name", ["ddp", "fsdp", "tensor", "pipeline", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
+)
+def test_every_case_is_equal_or_refused_on_two_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    precision = table.precision_of(name)
+    expected = table.train_all([*table.cases()], "single", 1, precision, None, "gpu")
+    with gpus.shared_by(2, monkeypatch):
+        found = table.results(name, 2, [*expected], "gpu")
+    kinds = {case: table.outcome(case, result, expected[case], precision) for case, result in found.items()}
+    assert {case: found[case].error for case, kind in kinds.items() if kind == "error"} == {}
+    assert sum(kind == "equal" for kind in kinds.values()) > len(kinds) / 2

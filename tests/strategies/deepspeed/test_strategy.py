@@ -19,7 +19,7 @@ from lockstep.callbacks import Callback, ModelCheckpoint
 from lockstep.strategies import DeepSpeed, Loss
 from lockstep.strategies.checkpoint_state import gather_whole
 from tests.conftest import REPO_ROOT
-from tests.strategies import contract
+from tests.strategies import contract, gpus
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 from tests.strategies.deepspeed.training import CUT_ALL, STAGES, Scheduled, scheduled, train
 from tests.strategies.odd import tokens
@@ -271,15 +271,33 @@ def test_under_torchrun(stage: int, tmp_path: Path) -> None:
         torch.testing.assert_close(value, module.state_dict()[name], rtol=1e-5, atol=1e-7)
 
 
+class ReadsItsPlace(Net):
+    """A step that reads its place on the node where a launcher says it, which DeepSpeed reads as a device's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.world_size > 1:
+            assert os.environ["LOCAL_RANK"] == str(self.trainer.local_rank)
+        return super().training_step(batch, batch_idx)
+
+
 @pytest.mark.gpu
+@pytest.mark.timeout(150, func_only=True)
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_on_a_gpu(stage: int) -> None:
+def test_on_a_gpu(stage: int, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = []
-    for strategy, accelerator in ((STAGES[stage](), "gpu"), ("single", "cpu")):
-        module = net()
-        quiet(strategy=strategy, accelerator=accelerator, devices=1, seed=0, gradient_clip_val=0.5).fit(
-            module, loader()
-        )
+    for strategy, accelerator, count in ((STAGES[stage](), "gpu", devices), ("single", "cpu", 1)):
+        torch.manual_seed(0)
+        module = ReadsItsPlace()
+        with gpus.shared_by(count if accelerator == "gpu" else 0, monkeypatch):
+            quiet(
+                strategy=strategy,
+                accelerator=accelerator,
+                devices=count,
+                seed=0,
+                split_batches=True,
+                gradient_clip_val=0.5,
+            ).fit(module, loader())
         weights.append([p.detach().cpu() for p in module.parameters()])
     for ours, theirs in zip(*weights, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)

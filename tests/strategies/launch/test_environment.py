@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.strategies.devices import device_index
-from lockstep.strategies.launch.environment import World, detect, expand_hosts
+from lockstep.strategies.launch.environment import World, detect
+from lockstep.strategies.launch.slurm import expand_hosts
 
 TORCHRUN = {
     "RANK": "3",
@@ -276,6 +277,9 @@ def node(rank: int, ranks: int) -> World:
         (node(3, 4), 1, {"CUDA_VISIBLE_DEVICES": "3"}, 0),  # one GPU a task
         (node(0, 4), 1, {"CUDA_VISIBLE_DEVICES": "GPU-5e1b"}, 0),
         (node(0, 1), 1, {}, 0),
+        (node(3, 4), 1, {"LOCKSTEP_SHARE_GPU": "1"}, 0),
+        (node(1, 2), 8, {"LOCKSTEP_SHARE_GPU": "1"}, 0),
+        (node(1, 2), 8, {"LOCKSTEP_SHARE_GPU": "0"}, 1),
     ],
 )
 def test_a_rank_takes_the_device_of_its_place_or_the_only_one_it_sees(
@@ -292,6 +296,7 @@ def test_a_rank_takes_the_device_of_its_place_or_the_only_one_it_sees(
         (3, 4, 2, {"CUDA_VISIBLE_DEVICES": "0,1"}),
         (0, 4, 2, {"CUDA_VISIBLE_DEVICES": "0,1"}),
         (0, 1, 0, {"CUDA_VISIBLE_DEVICES": ""}),
+        (1, 2, 0, {"LOCKSTEP_SHARE_GPU": "1"}),
     ],
 )
 def test_fewer_devices_than_ranks_are_refused(rank: int, ranks: int, visible: int, environ: dict[str, str]) -> None:

@@ -53,6 +53,26 @@ def meet(init_method: str | None) -> tuple[set[str], float]:
     return {address for part in where if part for address in part}, total.item()
 
 
+def host_of_nccl() -> str | None:
+    world = environment.detect()
+    assert world is not None
+    process_group.init_process_group(world, timeout_s=60)
+    hosts: list[str | None] = [None] * 2
+    dist.all_gather_object(hosts, os.environ.get("NCCL_HOSTID"))
+    process_group.destroy_process_group()
+    return str(hosts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("shares", "hosts"), [("1", "['rank 0', 'rank 1']"), ("0", "[None, None]")])
+def test_ranks_that_share_a_gpu_are_hosts_of_their_own(
+    shares: str, hosts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To NCCL, which refuses two ranks of one host on one GPU."""
+    monkeypatch.setenv("LOCKSTEP_SHARE_GPU", shares)
+    assert launch(host_of_nccl, (), 2) == hosts
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("method", [None, "tcp://127.0.0.1", "tcp://localhost", "env://", "file://"])
 def test_nothing_listens_beyond_loopback(method: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
 from lockstep.strategies import Pipeline, SingleDevice, Strategy
 from lockstep.trainer.checkpoint.store import Checkpoint
-from tests.strategies import contract
+from tests.strategies import contract, gpus
 from tests.strategies.contract import Plan, difference, reference, saved_weights
 from tests.strategies.pipeline.models import Model, data, train
 from tests.trainer.toy import Net, distance, loader, net, quiet, weights
@@ -261,8 +261,15 @@ def test_a_mesh_that_has_no_pipeline_is_refused() -> None:
         Pipeline(mesh="ddp=2,pipeline=2").configure(devices=3, accelerator="cpu")
 
 
+@pytest.fixture
+def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with gpus.shared_by(2, monkeypatch):
+        yield
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.timeout(150, func_only=True)
+@pytest.mark.usefixtures("_two_gpus")
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_two_gpus_agree_with_the_cpu(name: str, alone: tuple[Model, dict[str, float], torch.Tensor]) -> None:
     module, _ = train(Pipeline(schedule=name), 2, accelerator="gpu")

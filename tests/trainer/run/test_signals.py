@@ -13,7 +13,7 @@ import pytest
 
 from lockstep import Trainer
 from lockstep.callbacks import Callback, ModelCheckpoint
-from lockstep.strategies.launch import environment
+from lockstep.strategies.launch import slurm
 from lockstep.trainer.checkpoint.store import is_checkpoint
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
@@ -140,18 +140,13 @@ def test_slurms_warning_puts_the_job_back_into_the_queue_once(
 
 def test_requeuing_is_asked_for_and_what_slurm_refuses_is_said(scontrol: Path) -> None:
     assert (
-        environment.requeue({})
-        is environment.requeue({"SLURM_JOB_ID": "42"})
-        is environment.requeue({"LOCKSTEP_REQUEUE": "1"})
-        is None
+        slurm.requeue({}) is slurm.requeue({"SLURM_JOB_ID": "42"}) is slurm.requeue({"LOCKSTEP_REQUEUE": "1"}) is None
     )
     assert not scontrol.exists()
-    refused = environment.requeue({"SLURM_JOB_ID": "43", "LOCKSTEP_REQUEUE": "1"})
+    refused = slurm.requeue({"SLURM_JOB_ID": "43", "LOCKSTEP_REQUEUE": "1"})
     assert refused == "job 43 could not be requeued: slurm_requeue error: Invalid job id specified"
 
 
 def test_without_slurms_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "job 42 could not be requeued: " in (
-        environment.requeue({"SLURM_JOB_ID": "42", "LOCKSTEP_REQUEUE": "1"}) or ""
-    )
+    assert "job 42 could not be requeued: " in (slurm.requeue({"SLURM_JOB_ID": "42", "LOCKSTEP_REQUEUE": "1"}) or "")

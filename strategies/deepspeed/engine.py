@@ -1,0 +1,59 @@
+"""DeepSpeed's engine, and the environment variables that it reads."""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+def initialize(
+    module: nn.Module, optimizer: Optimizer, config: dict[str, Any], device: torch.device, index: int
+) -> Any:
+    """DeepSpeed's engine around `module`. Every rank calls it, with the index of its device."""
+    accelerator = {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")} if device.type == "cpu" else {}
+    with environment(place_of(index) | accelerator), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed
+
+        # An operator for inference, which would be compiled here (45 s, and not without g++). Asking which
+        # operators could be compiled tries the compiler, so the answer is put in its place.
+        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+        with redirect_stdout(io.StringIO()):
+            engine, *_ = deepspeed.initialize(
+                model=module, optimizer=optimizer, config=config, dist_init_required=False
+            )
+    return engine
+
+
+def place_of(device_index: int) -> dict[str, str | None]:
+    """LOCAL_RANK as DeepSpeed reads it, also in each forward of ZeRO-3: the index of the rank's device. Not every
+    launcher sets it, and a rank that sees one device only has its place on the node there."""
+    names = ["LOCAL_RANK", *({"OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys())]  # which DeepSpeed wants to be equal
+    return dict.fromkeys(names, str(device_index))
+
+
+@contextmanager
+def environment(variables: Mapping[str, str | None]) -> Iterator[dict[str, str | None]]:
+    """Set environment variables for a while, or with None unset them; gives what they were, of those that change."""
+    before = {name: os.environ.get(name) for name in variables if os.environ.get(name) != variables[name]}
+    _set({name: variables[name] for name in before})
+    try:
+        yield before
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
