@@ -34,6 +34,10 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed must be in [0, 2**63), but seed={seed}")
     torch.manual_seed(seed)
+    if torch.cuda.is_initialized():  # torch gives all GPUs one stream, which slices of a batch on several would share
+        for i, generator in enumerate(torch.cuda.default_generators):
+            if i != torch.cuda.current_device():
+                generator.manual_seed(derive(seed, "device", i))
     random.seed(seed)
     np.random.seed(seed % 2**32)
     return seed
@@ -91,6 +95,12 @@ def named_stream(
     return streams[key]
 
 
+def has(device: str) -> bool:
+    """Whether a generator for `device` can be made here; a stream of another is named after it, and nobody asks for
+    it."""
+    return torch.device(device).type != "cuda" or torch.cuda.is_available()
+
+
 def rng_state(streams: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
     """The state of every generator of this process, and of named `streams`, as tensors and JSON data."""
     states = stream_states()
@@ -133,6 +143,8 @@ def set_rng_state(state: dict[str, Any], streams: dict[str, torch.Generator] | N
         for key in streams.keys() - state["streams"].keys():
             del streams[key]
         for key, (device, value) in state["streams"].items():
+            if not has(device):
+                continue
             if key not in streams:
                 streams[key] = torch.Generator(device)
             streams[key].set_state(value.to(torch.uint8))

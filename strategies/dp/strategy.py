@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -200,7 +200,10 @@ class DataParallel(SPMDStrategy):
         device, autocast = self._device_of(index), self.precision.autocast_dtype
         parameters = [*parameters_of(replica)]
         marks = gradient_marks(parameters)
-        with context, torch.autocast(device.type, autocast, autocast is not None):
+        current = (
+            torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        )  # each thread begins on the first
+        with context, current, torch.autocast(device.type, autocast, autocast is not None):
             output = step(move(part, device, None, kept=None if self._on_cpu else "cpu"), batch_idx)
         if marks != gradient_marks(parameters):
             raise own_backward(remarked(replica.named_parameters(), marks))

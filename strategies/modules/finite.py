@@ -48,9 +48,7 @@ def to_host(number: Tensor) -> Callable[[], float]:
     before."""
     host = torch.empty((), dtype=number.dtype, pin_memory=number.is_cuda)
     host.copy_(number.detach(), non_blocking=True)
-    event = torch.cuda.Event() if number.is_cuda else None
-    if event is not None:
-        event.record()
+    event = torch.cuda.current_stream(number.device).record_event() if number.is_cuda else None
 
     def read() -> float:
         if event is not None:

@@ -27,6 +27,7 @@ from lockstep.callbacks import (
     Timer,
 )
 from lockstep.strategies import DDP
+from lockstep.trainer.checkpoint import rank_state
 from lockstep.trainer.seeding import rng_state
 from tests.trainer.toy import Net, distance, equal, loader, net, quiet, weights
 
@@ -257,6 +258,23 @@ def test_where_parts_of_a_step_run_apart_only_hooks_have_streams(strategy: str) 
         RuntimeError, match=r"random_stream\('masking'\) was called in a step, but .* runs the parts of a step apart"
     ):
         quiet(strategy=strategy, devices=2, accelerator="cpu").fit(Masking(), loader(8))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stream of a GPU is restored there")
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_run_that_drew_on_a_gpu_is_resumed_without_one(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_one_of_a_gpu(streams: dict[str, torch.Generator]) -> dict[str, Any]:
+        state = rng_state(streams)
+        state["streams"]["masking@cuda"] = ["cuda", state["streams"]["masking"][1]]
+        return state
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank_state, "rng_state", with_one_of_a_gpu)
+        fit(1, save_at=4)
+    assert "masking@cuda" in Path("saved/rank-00000.json").read_text()
+    _, after = fit(ranks, ckpt_path="saved")
+    assert set(after[4]) == {"masking", "noise"}
 
 
 @pytest.mark.ranks

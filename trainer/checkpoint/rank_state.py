@@ -15,7 +15,7 @@ from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.strategies.devices import move
 from lockstep.trainer.metrics.entry import COMBINE
 from lockstep.trainer.run.attributes import alike
-from lockstep.trainer.seeding import derive, rng_state, seed_everything, set_rng_state
+from lockstep.trainer.seeding import derive, has, rng_state, seed_everything, set_rng_state
 from lockstep.trainer.setup import resume
 
 if TYPE_CHECKING:
@@ -199,7 +199,8 @@ def _restore_streams(run: RunState, saved: list[dict[str, Any]], read: Callable[
     seed = derive(run.seed, "noise", strategy.topology.data_rank, "resumed", run.progress.global_step)
     seed_everything(seed)
     for key, (device, _) in saved[0]["rng"]["streams"].items():
-        run.streams[key] = torch.Generator(device).manual_seed(derive(seed, key))
+        if has(device):
+            run.streams[key] = torch.Generator(device).manual_seed(derive(seed, key))
 
 
 GRADIENTS = "module.gradients"

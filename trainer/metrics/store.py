@@ -163,7 +163,9 @@ class MetricStore:
 
     def _log_on_device(self, entry: Entry, value: Tensor, weight: float) -> None:
         """Add `value` to the sum where it is: no host synchronization."""
-        if entry.total is None or entry.total.device != value.device:
+        if entry.total is not None:
+            value = value.to(entry.total.device, non_blocking=True)
+        else:
             self._settle(entry)
             start = entry.number if entry.reduce_fx in ("max", "min") else 0.0
             entry.total = torch.full(
