@@ -15,16 +15,20 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
 from lockstep.strategies.launch.environment import World, shares_gpu, started_by_lockstep
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _REJOIN = timedelta(seconds=60)
 
@@ -71,6 +75,8 @@ def init_process_group(
         store.wait([f"member{rank}" for rank in members], min(timeout, _REJOIN))
     if _kept and started_by_lockstep():  # it has left a group; one that ends does not pay for the import
         _forget_meshes()
+    while _leaving:  # torch has one default group, which NCCL leaves when the other ranks of the node do
+        _leaving.pop().join(timeout_s)
     dist.init_process_group(
         backend,
         store=store,
@@ -81,6 +87,32 @@ def init_process_group(
     )
     _drop_kept()
     _kept.append(dist.group.WORLD)
+    _limit[:] = [timeout]
+
+
+_limit: list[timedelta] = []
+"""How long the collectives of the default group wait; empty where it was not made here."""
+_leaving: list[threading.Thread] = []
+"""What may still be in the default group of the last run."""
+
+
+def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    """A new group of `ranks`, None for all, whose collectives wait as long as those of the default group; torch's own
+    default is another. Every rank calls it."""
+    return dist.new_group(
+        None if ranks is None else list(ranks), backend=backend, timeout=_limit[0] if _limit else None
+    )
+
+
+def new_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """A mesh of all ranks with axes of these sizes, whose collectives wait as long as those of the default group. Every
+    rank calls it."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for group in mesh.get_all_groups() if _limit and dist.get_backend() != "fake" else ():
+        group.set_timeout(_limit[0])
+    return mesh
 
 
 def plain_group(backend: str | None = None) -> dist.ProcessGroup:
@@ -93,7 +125,7 @@ def plain_group(backend: str | None = None) -> dist.ProcessGroup:
     if level == dist.DebugLevel.DETAIL:
         dist.set_debug_level(dist.DebugLevel.INFO)
     try:
-        group = dist.new_group(backend=backend)
+        group = new_group(backend=backend)
         _kept.append(group)
         return group
     finally:
@@ -138,6 +170,8 @@ def destroy_process_group(timeout_s: float = 2.0) -> None:
     thread = threading.Thread(target=destroy, name="destroy_process_group", daemon=True)
     thread.start()
     thread.join(timeout_s)
+    if torch.cuda.is_available():
+        _leaving.append(thread)
     if not started_by_lockstep():  # its program may have groups of its own next
         _forget_meshes()
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lockstep.strategies.base import Topology
 from lockstep.strategies.launch import environment
+from lockstep.strategies.launch.process_group import new_mesh
 from lockstep.strategies.sync.collectives import own_group
 
 AXES = ("pipeline", "ddp", "fsdp", "tensor")
@@ -116,9 +117,7 @@ def pipeline_ranks(axes: Mapping[str, int | None], topology: Topology) -> Pipeli
     group = own_group([ranks[first::data_size] for first in range(data_size)], backend)
     mesh = data_group = None
     if "fsdp" in sizes:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        mesh = init_device_mesh(topology.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        mesh = new_mesh(topology.device.type, sizes)
     if len(sizes) > 1:
         data_group = own_group([ranks[first : first + data_size] for first in ranks[::data_size]], backend)
     return PipelineRanks(sizes["pipeline"], stage_rank, data_rank, data_size, group, data_group, mesh)

@@ -19,6 +19,7 @@ from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, 
 from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, gather_whole
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import environment
+from lockstep.strategies.launch.process_group import new_mesh
 from lockstep.strategies.mesh import mixed_tensors, steps
 from lockstep.strategies.mesh.mesh import resolve
 from lockstep.strategies.mesh.options import Options
@@ -113,13 +114,9 @@ class ShardedStrategy(ShardedOptimizers):
 
     def setup(self) -> Topology:
         super().setup()
-        from torch.distributed.device_mesh import init_device_mesh
-
         from lockstep.strategies.mesh import dtensors
 
-        self._mesh = init_device_mesh(
-            self.topology.device.type, tuple(self._sizes.values()), mesh_dim_names=tuple(self._sizes)
-        )
+        self._mesh = new_mesh(self.topology.device.type, self._sizes)
         self._engine = steps.engine_group(self._mesh, self.topology)
         if "ddp" in self._sizes or "fsdp" in self._sizes:
             self._steps = steps.Steps(self.timeout_s, self._engine)
@@ -287,6 +284,7 @@ class ShardedStrategy(ShardedOptimizers):
             self._sum(whole)
         else:
             steps.reduce_replicas(self._compression, self._watched, whole, self._mesh)
+        steps.align(self._watched or wrapped.parameters(), self._mesh)
         self._in_step = False
 
     def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
@@ -310,6 +308,7 @@ class ShardedStrategy(ShardedOptimizers):
         dtensors.settle(parameters)
         apart = [p for p in parameters if not self._is_sharded(p)]
         self._sum(apart)
+        steps.align(parameters, self._mesh)
         return apart
 
     def read_gradient(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -133,17 +133,40 @@ def compare_writes(named: list[tuple[str, nn.Parameter]], numbers: Tensor, tenso
             )
 
 
+VARYING = ("cuda",)
+"""Types of devices with kernels that add in an order that varies."""
+
+
+def align(parameters: Iterable[nn.Parameter], mesh: DeviceMesh | None) -> None:
+    """Give the ranks of a tensor group the same gradients of what each holds whole, those of the first of them.
+
+    Each has computed them by itself, which on `VARYING` devices may differ in the last bits. Every rank calls it.
+    """
+    if mesh is None or mesh.device_type not in VARYING or "tensor" not in (mesh.mesh_dim_names or ()):
+        return
+    group = mesh.get_group("tensor")
+    whole: dict[torch.dtype, list[Tensor]] = {}
+    for p in parameters if dist.get_world_size(group) > 1 else ():
+        if p.grad is not None and "tensor" not in _axes_of(p) and p.grad.layout == torch.strided:
+            whole.setdefault(p.grad.dtype, []).append(local(p.grad).detach())
+    for gradients in whole.values():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.broadcast(flat, group=group, group_src=0)
+        for gradient, first in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+            gradient.copy_(first.view_as(gradient))
+
+
+def _axes_of(parameter: Tensor) -> tuple[str, ...]:
+    return getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ()
+
+
 def compare_whole_gradients(model: nn.Module, mesh: DeviceMesh | None) -> bool:
     """Raise RuntimeError for parameters that a tensor group has whole, but whose gradients differ on its ranks.
 
     Such a parameter is used on shards of activations, so that each rank has a part of its gradient. Every rank calls
     it; returns whether there was a gradient to compare.
     """
-    own = {
-        name: p
-        for name, p in model.named_parameters()
-        if p.requires_grad and "tensor" not in (getattr(getattr(p, "device_mesh", None), "mesh_dim_names", None) or ())
-    }
+    own = {name: p for name, p in model.named_parameters() if p.requires_grad and "tensor" not in _axes_of(p)}
     rows = [_summary(p.grad, local(p).device) for p in own.values()]
     if not rows or mesh is None or dist.get_backend() == "fake":
         return True

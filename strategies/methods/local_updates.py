@@ -15,6 +15,7 @@ from lockstep.strategies.data.sharded_loader import Window
 from lockstep.strategies.devices import resolve_accelerator, resolve_devices
 from lockstep.strategies.hooks import no_output
 from lockstep.strategies.launch import environment
+from lockstep.strategies.launch.process_group import new_group
 from lockstep.strategies.methods.options import Rounds, assign, check_learners
 from lockstep.strategies.methods.outer import Counterparts
 from lockstep.strategies.methods.rounds import REFUSES, LearnerRounds
@@ -96,7 +97,7 @@ class LocalUpdates(LearnerRounds, VirtualStep):
         if self._in_group:
             share_model(model)
             if self.rounds.delay:  # what is sent while steps run must not meet the collectives of steps
-                self._group = dist.new_group()
+                self._group = new_group()
         self._counterparts = Counterparts(self._assignment, self.topology.rank, self._group)
         return model
 

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.strategies.launch.process_group import new_group
+
 ALGORITHMS = ("ring", "halving_doubling", "tree", "hierarchical")
 
 
@@ -32,7 +34,7 @@ class AllReduce:
     """
 
     def __init__(self, algorithm: str, node_rank: int, device: torch.device) -> None:
-        self._group = dist.new_group()
+        self._group = new_group()
         nodes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
         dist.all_gather(nodes, torch.tensor([node_rank], device=device))
         places = [int(node) for node in nodes]

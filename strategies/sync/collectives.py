@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.strategies.launch.process_group import new_group
 from lockstep.strategies.sync.collective_fingerprint import counting_once
 
 
@@ -159,6 +160,6 @@ def own_group(rows: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup 
     """Make a process group of each of `rows` and return the one that this rank is in. Every rank calls it alike."""
     mine = None
     for ranks in rows:
-        group = dist.new_group(list(ranks), backend=None if dist.get_backend() == "fake" else backend)
+        group = new_group(ranks, None if dist.get_backend() == "fake" else backend)
         mine = group if dist.get_rank() in ranks else mine
     return mine

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.base import Topology
+from lockstep.strategies.mesh.steps import backend_of
 from lockstep.strategies.methods.parameter_server.dealer import Dealer
 from lockstep.strategies.methods.parameter_server.layout import Layout, spread
 from lockstep.strategies.methods.parameter_server.links import Links
@@ -37,10 +38,14 @@ FOREVER = timedelta(days=365)
 """For threads that wait for slow workers."""
 
 
-def group_of_servers(num_servers: int, world_size: int) -> dist.ProcessGroup | None:
-    """For the threads of the ranks with servers, if there are several; every rank makes it once a run."""
-    holders = [*range(min(num_servers, world_size))]
-    return dist.new_group(holders, backend="gloo", timeout=FOREVER) if len(holders) > 1 else None
+def group_of_servers(num_servers: int, topology: Topology) -> dist.ProcessGroup | None:
+    """For the threads of the ranks with servers, if there are several; every rank makes it once a run.
+
+    On GPUs it has NCCL too, though they send tensors of the host: the other ranks split NCCL's group in any case, which
+    waits for all.
+    """
+    holders = [*range(min(num_servers, topology.world_size))]
+    return dist.new_group(holders, backend=backend_of(topology), timeout=FOREVER) if len(holders) > 1 else None
 
 
 class Ends(NamedTuple):
@@ -48,7 +53,7 @@ class Ends(NamedTuple):
 
     host: Callable[..., Any] = Host
     links: Callable[..., Any] = Links
-    group: Callable[[int, int], dist.ProcessGroup | None] = group_of_servers
+    group: Callable[[int, Topology], dist.ProcessGroup | None] = group_of_servers
 
 
 class Engine:

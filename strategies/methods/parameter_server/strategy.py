@@ -280,7 +280,7 @@ class ParameterServer(SPMDStrategy):
     def _running(self, wrapped: nn.Module, hooks: StepHooks) -> Worker:
         if self._engine is None or self._worker is None:
             options = Options(self.virtual_ranks, self.num_servers, self.staleness)
-            self._norms = self._norms or self.ends.group(self.num_servers, self.topology.world_size)
+            self._norms = self._norms or self.ends.group(self.num_servers, self.topology)
             self._engine = Engine(
                 self.topology,
                 wrapped,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from lockstep.strategies.launch import environment, process_group
 from lockstep.strategies.launch.launcher import launch
+from lockstep.strategies.sync.collectives import own_group
 from tests.strategies.launch.programs import LOOPBACKS, join
 
 pytestmark = pytest.mark.ranks
@@ -51,6 +52,52 @@ def meet(init_method: str | None) -> tuple[set[str], float]:
     dist.all_gather_object(where, addresses)
     process_group.destroy_process_group()
     return {address for part in where if part for address in part}, total.item()
+
+
+def lone_calls(seconds: float) -> list[str]:
+    """What becomes of collectives that rank 0 alone calls, in groups of every kind that strategies make."""
+    world = environment.detect()
+    assert world is not None
+    process_group.init_process_group(world, timeout_s=seconds)
+    groups = [
+        process_group.new_group(),
+        own_group([[0, 1]], "gloo"),
+        process_group.plain_group(),
+        process_group.new_mesh("cpu", {"ddp": 1, "fsdp": 2}).get_group("fsdp"),
+    ]
+    found = []
+    for group in groups if world.rank == 0 else ():
+        began = time.monotonic()
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=group)
+        found.append("in time" if time.monotonic() - began < 2 * seconds + 2 else "late")
+    process_group.destroy_process_group()
+    return found
+
+
+@pytest.mark.long
+def test_groups_of_parts_of_a_run_wait_as_long_as_the_default_group() -> None:
+    assert launch(lone_calls, (2.0,), 2) == ["in time"] * 4
+
+
+def test_a_group_is_joined_once_the_last_one_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL leaves a group when the other ranks of the node do, and torch holds one default group at a time."""
+    leave = dist.destroy_process_group
+
+    def leave_late() -> None:
+        time.sleep(0.5)
+        leave()
+
+    process_group.init_process_group(None, "gloo")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(dist, "destroy_process_group", leave_late)
+        process_group.destroy_process_group(timeout_s=0.01)
+        assert dist.is_initialized()
+        process_group.init_process_group(None, "gloo")
+    assert dist.is_initialized()
+    process_group.destroy_process_group()
+    assert not dist.is_initialized()
 
 
 def host_of_nccl() -> str | None:

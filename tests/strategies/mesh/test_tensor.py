@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -14,10 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gpt import GPT
 from lockstep import Module, Trainer
+from lockstep.callbacks import Guard
 from lockstep.strategies import MeshParallel, TensorParallel
+from lockstep.strategies.mesh import steps
 from tests.strategies.mesh.test_fsdp import fit, seeded
 from tests.strategies.odd import Odd, tokens
-from tests.trainer.toy import distance, weights
+from tests.trainer.toy import distance, quiet, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -398,3 +401,52 @@ def test_what_a_layer_returns_in_evaluation_is_a_plain_tensor() -> None:
         results.append((torch.cat(trainer.predict(module, data)), trainer.validate(module, data)[0]["val/numpy"]))
     (predicted, total), (other, same) = results
     assert type(other) is Tensor and (predicted - other).abs().max() < 1e-6 and total == pytest.approx(same, abs=1e-5)
+
+
+class Wobble(torch.autograd.Function):
+    """Gives each rank another gradient in the last bits, as kernels of a GPU do that add in an order that varies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (1 + 1e-6 * dist.get_rank())
+
+
+class Wobbling(Module):
+    def __init__(self, as_on_a_gpu: bool) -> None:
+        super().__init__()
+        self.as_on_a_gpu = as_on_a_gpu
+        self.scale = nn.Parameter(torch.ones(8))
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def on_fit_start(self) -> None:
+        if self.as_on_a_gpu:
+            steps.VARYING = ("cpu",)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        scale = Wobble.apply(self.scale)  # type: ignore[no-untyped-call]
+        return self.net(batch * scale).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("tensor", 2), pytest.param("fsdp=2,tensor=2", 4, marks=pytest.mark.long)]
+)
+def test_what_ranks_hold_whole_stays_equal_where_kernels_vary(strategy: str, devices: int) -> None:
+    data = DataLoader(torch.randn(32, 8, generator=torch.Generator().manual_seed(0)), 4)
+    options: dict[str, Any] = {
+        "max_epochs": 3,
+        "split_batches": True,
+        "callbacks": [Guard(check_replicas_every_n_steps=4)],
+    }
+    with pytest.raises(RuntimeError, match="scale"):
+        quiet(strategy=strategy, devices=devices, **options).fit(Wobbling(as_on_a_gpu=False), data)
+    torch.manual_seed(0)
+    module = Wobbling(as_on_a_gpu=True)
+    quiet(strategy=strategy, devices=devices, **options).fit(module, data)
+    assert not torch.equal(module.scale, torch.ones(8))
