@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.checkpoint_state import LocalShard, Reader, State, Take, TensorShard, pack, unpack
 from lockstep.strategies.methods.averaging import gather_numbers, sum_over_learners
+from lockstep.strategies.methods.beside import Beside
 from lockstep.strategies.methods.kept import Kept
 from lockstep.strategies.methods.learner import Learner
 from lockstep.strategies.methods.options import Rounds, made_by
@@ -129,10 +129,10 @@ class Outer:
         self,
         fragment: int,
         learners: Sequence[Learner],
-        thread: Executor | None = None,
+        beside: Beside | None = None,
         due: int | None = None,
     ) -> None:
-        """Begin to average what learners have moved in a fragment since it was last sent, in `thread` if there is one.
+        """Begin to average what learners have moved in a fragment since it was last sent, `beside` the steps if given.
 
         Every rank calls it in the same order.
         """
@@ -151,12 +151,12 @@ class Outer:
         else:
             weights = {self._names[place]: local(self._weights[place].data) for place in places}
             work = partial(_compressed, self._compression, self.optimizer, weights, moved, counts, self._counterparts)
-        if thread is None:
+        if beside is None:
             means = work()
             self._sent.append(_Sent(fragment, places, due, lambda: means))
         else:
-            future: Future[Means] = thread.submit(work)
-            self._sent.append(_Sent(fragment, places, due, future.result))
+            given = [tensor for tensors in moved for tensor in tensors]
+            self._sent.append(_Sent(fragment, places, due, beside.submit(work, given)))
 
     @torch.no_grad()
     def apply(self, learners: Sequence[Learner], mixing: float, early: bool = False) -> None:

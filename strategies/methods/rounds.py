@@ -16,6 +16,7 @@ from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, St
 from lockstep.strategies.checkpoint_state import Reader, State
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.methods import learner_state
+from lockstep.strategies.methods.beside import Beside
 from lockstep.strategies.methods.learner import Learner, Marks, OwnNumbers, make_learners
 from lockstep.strategies.methods.options import Rounds
 from lockstep.strategies.methods.outer import Counterparts, Outer
@@ -70,6 +71,7 @@ class LearnerRounds(SPMDStrategy):
         self.sender: Callable[[], Executor] = partial(ThreadPoolExecutor, 1, "outer")
         """What sends beside the steps is made by this."""
         self._thread: Executor | None = None
+        self._beside: Beside | None = None
 
     def shard_loader(
         self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
@@ -94,7 +96,7 @@ class LearnerRounds(SPMDStrategy):
         self._end_turns()
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
-            self._thread = None
+            self._thread = self._beside = None
         super().teardown()
 
     def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
@@ -222,8 +224,10 @@ class LearnerRounds(SPMDStrategy):
         outer.apply_due(self._windows, self._learners, self.rounds.mixing)
         for fragment in outer.due(self._position):
             if self.rounds.delay:
-                self._thread = self._thread or self.sender()
-                outer.send(fragment, self._learners, self._thread, self._windows + self.rounds.delay)
+                if self._beside is None:
+                    self._thread = self.sender()
+                    self._beside = Beside(self._thread, self.topology.device)
+                outer.send(fragment, self._learners, self._beside, self._windows + self.rounds.delay)
             else:
                 outer.send(fragment, self._learners)
                 outer.apply(self._learners, 0.0)

@@ -18,10 +18,20 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Module, RankFailure
 from lockstep.callbacks import Callback, ModelCheckpoint
-from lockstep.strategies import DDP, FSDP, MeshParallel, SingleDevice, Strategy, TensorParallel
+from lockstep.strategies import (
+    DDP,
+    FSDP,
+    DiLoCo,
+    LocalSGD,
+    MeshParallel,
+    ParameterServer,
+    SingleDevice,
+    Strategy,
+    TensorParallel,
+)
 from tests.strategies import contract, gpus
 from tests.strategies.contract import Plan, difference, reference, saved_weights
-from tests.trainer.toy import loader, net, quiet
+from tests.trainer.toy import distance, loader, net, quiet
 
 GPU = "gpu"
 DEVICE, BACKEND = "cuda", "nccl"
@@ -220,3 +230,33 @@ def test_a_run_of_which_a_rank_fell_is_ended_and_resumed(
     assert time.monotonic() - began < 60
     resumed = fit("cut", ckpt_path="last")
     assert all(torch.equal(one, other) for one, other in zip(resumed, whole, strict=True))
+
+
+METHODS: dict[str, tuple[Callable[[], Strategy], int]] = {
+    "powersgd": (lambda: DDP(compress="powersgd=2"), 2),
+    "local updates": (lambda: LocalSGD(period=2), 2),
+    "learners that train on while they are averaged": (lambda: DiLoCo(learners=2, period=4, fragments=2, delay=1), 2),
+    "the same, sharded": (lambda: DiLoCo(learners=2, period=4, fragments=2, delay=1, inner="fsdp=2"), 4),
+    "a server": (lambda: ParameterServer(staleness=0), 2),
+    "servers on some of the ranks": (lambda: ParameterServer(staleness=0, servers=2), 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "devices"), [pytest.param(*case, marks=gpus.needs(case[1]), id=name) for name, case in METHODS.items()]
+)
+def test_a_method_has_the_numbers_of_the_cpu(make: Callable[[], Strategy], devices: int) -> None:
+    found = []
+    for accelerator in (GPU, "cpu"):
+        module = net()
+        quiet(
+            strategy=make(),
+            devices=devices,
+            accelerator=accelerator,
+            precision="64-true",
+            split_batches=True,
+            max_epochs=2,
+            seed=0,
+        ).fit(module, loader(64, 8))
+        found.append([parameter.detach().cpu() for parameter in module.parameters()])
+    assert distance(*found) < 1e-9
