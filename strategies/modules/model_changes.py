@@ -63,7 +63,8 @@ class ModelChanges:
         if not self.pending and not any(map(operator.is_, held, itertools.repeat(None))):
             return []
         self.pending = False
-        known, now = set(map(id, self.parameters.values())), dict(self.model.named_parameters(remove_duplicate=False))
+        now = dict(self.model.named_parameters(remove_duplicate=False))
+        known = {id(p) for _, p in self.hookable()}  # an engine may hold a layer that ran twice until the step ends
         ids = set(map(id, now.values()))
         names = [name for name, p in now.items() if id(p) not in known]
         if self._homes:

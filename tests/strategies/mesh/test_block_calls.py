@@ -65,6 +65,18 @@ class Twice(Blocks):
         return F.cross_entropy(self.net(block(h) * block(x) + block(block(h))), y)
 
 
+class TwiceBesideRecurrent(Twice):
+    """Torch's recurrent layers have a `__setattr__` of their own, through which FSDP puts its parameters in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ModuleList([nn.GRU(8, 8, batch_first=True)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return super().training_step([self.scales[0](x[:, None])[0][:, 0], y], batch_idx)
+
+
 class LayerFirst(Blocks):
     """A layer called past its block, before the block."""
 
@@ -97,7 +109,7 @@ class CheckpointedByHand(Blocks):
 @pytest.mark.parametrize(
     ("strategy", "devices", "makes"),
     [
-        ("fsdp", 2, [Twice, LayerFirst, GradientBetween, CheckpointedByHand]),
+        ("fsdp", 2, [Twice, TwiceBesideRecurrent, LayerFirst, GradientBetween, CheckpointedByHand]),
         ("tensor", 2, [Twice, CheckpointedByHand]),
         pytest.param("fsdp=2,tensor=2", 4, [Twice, CheckpointedByHand], marks=pytest.mark.slow),
     ],
