@@ -91,7 +91,6 @@ class DDP(SPMDStrategy):
         self._first_window = True
         self._optimizers: Collection[Optimizer] = ()
         self.broadcast_buffers = broadcast_buffers
-        self._buffers: SharedBuffers | None = None
         self._synced: list[nn.Module] = []
         if all_reduce != "auto" and (all_reduce not in ALGORITHMS or compress is not None):
             raise ValueError(

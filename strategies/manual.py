@@ -25,6 +25,7 @@ from lockstep.strategies.modules.parameter_hooks import ParameterHooks
 from lockstep.strategies.modules.user_edits import UserEdits
 from lockstep.strategies.precision import Precision
 from lockstep.strategies.sync import collectives
+from lockstep.strategies.sync.buffers import SharedBuffers
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
 
@@ -44,6 +45,7 @@ class UserChanges(SPMDHooks):
         self._parameter_hooks = ParameterHooks()
         self._changes: ModelChanges | None = None
         self._edits = UserEdits()
+        self._buffers: SharedBuffers | None = None
 
     def _watch_changes(self, wrapped: nn.Module) -> None:
         """From here on `adopt_changes` takes over what user code changes."""
@@ -60,10 +62,14 @@ class UserChanges(SPMDHooks):
     def adopt_changes(self, wrapped: nn.Module, after: bool = True) -> None:
         if not after:
             self._edits.begin()
+            if self._changes is not None:
+                self._changes.set_buffers.clear()  # those of a step
             return
         self._edits.end()
         if self._changes is None:
             return
+        if self._changes.set_buffers and self._buffers is not None:
+            self._edits.add(self._buffers.adopt(self._changes.set_buffers))
         self._refuse_added(self._changes.added())
         self._parameter_hooks.take(self._changes.parameters.items())
         self._changes.retrained += self._changes.trainability() + take_casts(self._changes.parameters.items)

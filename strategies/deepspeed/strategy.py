@@ -81,7 +81,6 @@ class DeepSpeed(SPMDStrategy):
             raise ValueError(f"stage must be 1, 2 or 3, but stage={stage!r}")
         self.timeout_s = timeout_s
         self.broadcast_buffers = broadcast_buffers
-        self._buffers: SharedBuffers | None = None
         self._stage, self._offload_optimizer, self._offload_parameters = stage, offload_optimizer, offload_parameters
         self._source = config
         self._config: dict[str, Any] = {}

@@ -77,7 +77,6 @@ class ShardedStrategy(ShardedOptimizers):
         self._steps: steps.Steps | None = None
         self._order: CallOrder | None = None
         self._named: list[tuple[str, nn.Parameter]] | None = None
-        self._buffers: SharedBuffers | None = None
         self.broadcast_buffers = self.options.broadcast_buffers
 
     # ---- 1. processes and devices ----------------------------------------------------------------

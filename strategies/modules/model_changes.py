@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
@@ -43,12 +44,15 @@ class ModelChanges:
         """Whether hooks run that come after that, before the last micro-batch's forward."""
         self.pending = False
         """Whether a parameter or module was registered in the model since the last call of `added`."""
+        self.set_buffers: list[tuple[nn.Module, str]] = []
+        """The places in the model in which buffers were registered or replaced since it was emptied."""
         self._homes: dict[tuple[nn.Module, str], str] = {}
         self._moved: dict[tuple[nn.Module, str], str] = {}
         self._remember_places()
         self._hooks = [
             register_module_parameter_registration_hook(self._note),
             register_module_module_registration_hook(self._note),
+            register_module_buffer_registration_hook(self._note_buffer),
         ]
 
     def close(self) -> None:
@@ -123,6 +127,10 @@ class ModelChanges:
                 self._moved.pop((module, name), None)
             else:  # within a step the engine may have undone it before `added` looks
                 self._moved[module, name] = own
+
+    def _note_buffer(self, module: nn.Module, name: str, _: object) -> None:
+        if id(module) in self._modules:
+            self.set_buffers.append((module, name))
 
     def _found(self) -> dict[tuple[nn.Module, str], tuple[str, nn.Parameter]]:
         """Where the model has parameters now: modules and keys, with names that tied ones do not share."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +52,10 @@ class UserEdits:
         if held[1] != holds[1] or len(held[0]) != len(holds[0]) or not all(map(operator.is_, held[0], holds[0])):
             self._found.update(self._changed(held[0], holds[0], held[1], holds[1]))
         self._before = None
+
+    def add(self, names: Iterable[str]) -> None:
+        """Name what else user code has changed."""
+        self._found.update(names)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

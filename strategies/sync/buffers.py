@@ -118,16 +118,33 @@ class SharedBuffers:
             for name, buffer in _kept(module)
         }
 
+    def adopt(self, places: Iterable[tuple[nn.Module, str]]) -> list[str]:
+        """Share from here on what user code has put in these places between steps, on every rank. Returns the names
+        of those that are new or have another shape."""
+        changed = []
+        for module, name in dict.fromkeys(places):
+            if module not in self._names:
+                continue
+            kept, path = dict(_kept(module)), f"{self._names[module]}.{name}".lstrip(".")
+            if kept and module not in self._modules:
+                self._modules.append(module)
+            before, now = self._shapes.pop(path, None), kept.get(name)
+            if now is not None:
+                self._shapes[path] = now.shape
+            changed += [path] * (before != (None if now is None else now.shape))
+        self._looks *= not changed
+        return changed
+
     def share(self, had_samples: bool) -> None:
         """Every rank of the group calls it after a step. Raises RuntimeError for a buffer that differs from rank 0's,
         on a rank that `had_samples` in all of the step."""
         if self._broadcast is False or not self._modules:
             return
         if (shapes := self._now()) != self._shapes:
-            changed = [name for name, shape in shapes.items() if self._shapes.get(name, shape) != shape]
+            changed = sorted(name for name in shapes | self._shapes if shapes.get(name) != self._shapes.get(name))
             raise RuntimeError(
-                f"the shape of a buffer changed in a step ({', '.join(changed[:5]) or 'added'}), so ranks cannot share "
-                "it; give it one shape, register it with persistent=False, or give the strategy broadcast_buffers=False"
+                f"the shape of a buffer changed in a step ({', '.join(changed[:5])}), so ranks cannot share it; give "
+                "it one shape, register it with persistent=False, or give the strategy broadcast_buffers=False"
             )
         compares = self._broadcast is None and had_samples
         self._looks += compares

@@ -53,7 +53,7 @@ class Message(NamedTuple):
 
 
 _EQUAL = {
-    "edits": "changes of weights, gradients, requires_grad or optimizers in hooks",
+    "edits": "changes of weights, gradients, buffers, requires_grad or optimizers in hooks",
     "step": "optimizer step",
     "order": "order of samples",
     "samples": "samples of the global batch",

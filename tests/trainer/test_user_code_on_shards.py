@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmetrics import MeanMetric
 from torchmetrics.wrappers import MetricTracker, Running
@@ -636,10 +636,73 @@ class Centered(Base):
         return loss
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ddp=2,fsdp=2"])
-def test_buffers_computed_from_a_ranks_samples_are_refused(strategy: str) -> None:
+class CenteredLate(Centered):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.center
+
+    def on_train_start(self) -> None:
+        self.register_buffer("center", torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "make"),
+    [("ddp", Centered), ("fsdp", Centered), ("ddp=2,fsdp=2", Centered), ("ddp", CenteredLate), ("fsdp", CenteredLate)],
+)
+def test_buffers_computed_from_a_ranks_samples_are_refused(strategy: str, make: Callable[[], Module]) -> None:
     with pytest.raises(RuntimeError, match=r"hold different values of a buffer \(center\)"):
-        fitted(Centered(), strategy, 4 if "=" in strategy else 2)
+        fitted(make(), strategy, 4 if "=" in strategy else 2)
+
+
+class GrowsBetweenSteps(Base):
+    """A buffer that a hook gives another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.ones(1, 4))
+
+    def grows(self) -> bool:
+        return self.current_epoch == 1
+
+    def on_train_epoch_start(self) -> None:
+        if self.grows():
+            self.rows = torch.cat([self.rows, self.rows / 2])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.rows.mul_(0.99)
+        return F.cross_entropy(self.net(batch[0]) * self.rows.mean(0), batch[1])
+
+
+class PrunesBetweenSteps(GrowsBetweenSteps):
+    """Buffers that a hook adds to a layer that has some, and to one that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].register_buffer("scale", torch.full((1,), 0.9))
+
+    def on_train_epoch_start(self) -> None:
+        if self.grows():
+            for layer in (self.net[0], self.net[2]):
+                prune.l1_unstructured(layer, "weight", 0.3)
+
+    def on_train_end(self) -> None:
+        for layer in (self.net[0], self.net[2]):
+            prune.remove(layer, "weight")
+
+
+class GrowsOnRank0(GrowsBetweenSteps):
+    def grows(self) -> bool:
+        return super().grows() and self.trainer.is_global_zero
+
+
+@pytest.mark.parametrize(
+    ("strategy", "make"),
+    [("ddp", PrunesBetweenSteps), ("fsdp", GrowsBetweenSteps), ("tensor", GrowsBetweenSteps)],
+)
+def test_buffers_that_hooks_add_and_reshape_are_shared(strategy: str, make: Callable[[], Module]) -> None:
+    assert_as_on_one_process(make, strategy, 2, n=UNEVEN)
+    with pytest.raises(RuntimeError, match="the ranks disagree on their changes of .* in hooks"):
+        fitted(GrowsOnRank0(), strategy, 2)
 
 
 class CountsSamples(Base):
