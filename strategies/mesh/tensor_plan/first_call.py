@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lockstep.strategies.modules.parameter_hooks import copy_module
@@ -21,7 +22,10 @@ def kind_of(module: nn.Module, layers: Sequence[str]) -> tuple[Any, ...]:
 
 
 class FirstCall:
-    """Compares a sharded module, at its first call, with a whole copy of it on the same inputs."""
+    """Compares a sharded module, at its first call, with a whole copy of it on the same inputs.
+
+    The copy follows what was loaded and set since setup: a checkpoint's values, and numbers in attributes.
+    """
 
     def __init__(self, module: nn.Module, name: str, layers: Sequence[str]) -> None:
         """`module` is still whole. Raises ValueError if it cannot be copied."""
@@ -36,10 +40,12 @@ class FirstCall:
 
     def watch(self, module: nn.Module) -> None:
         """Check the next call of `module`, which is sharded by now."""
+        self._attributes = _attributes(module)
         self._handle = module.register_forward_pre_hook(self._check, with_kwargs=True, prepend=True)
 
     def _check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._handle.remove()
+        self._follow(module)
         expected = _outputs(self._whole, args, kwargs, self._name)
         found = _outputs(module, args, kwargs, self._name)
         del self._whole
@@ -48,6 +54,32 @@ class FirstCall:
                 f"the automatic plan shards {', '.join(self._layers)}, but {self._name} then computes something else; "
                 "give strategy=TensorParallel(plan={...}) or define tensor_plan() in a module"
             )
+
+    @torch.no_grad()
+    def _follow(self, module: nn.Module) -> None:
+        """Every rank that shards `module` calls it."""
+        for name, parameter in module.named_parameters():
+            self._whole.get_parameter(name).copy_(_gathered(parameter))
+        for name, buffer in module.named_buffers():
+            path, _, key = name.rpartition(".")
+            self._whole.get_submodule(path)._buffers[key] = _gathered(buffer).clone()
+        for (path, key), value in _attributes(module).items():
+            if self._attributes.get((path, key), value) != value:
+                setattr(self._whole.get_submodule(path), key, value)
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """Numbers and strings in attributes of the module and its layers, of which the plan has set some."""
+    return {
+        (path, key): value
+        for path, child in module.named_modules()
+        for key, value in vars(child).items()
+        if isinstance(value, bool | int | float | str)
+    }
 
 
 def agree(found: Tensor, wanted: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,6 +201,43 @@ def test_the_first_call_finds_a_module_that_its_names_misdescribe(monkeypatch: p
     monkeypatch.setattr("tests.strategies.mesh.test_tensor_declared.Attention", Swapped)
     with pytest.raises(ValueError, match=r"q_proj.*attention then computes something else"):
         train("tensor", plan=None, names=USUAL)
+
+
+class Continues(Trains):
+    """Numbers and weights that are others at the first call than when layers were sharded."""
+
+    def on_train_start(self) -> None:
+        for layer in self.model.base.layers:
+            layer.attention.scale = 0.5
+        if self.trainer.global_step:
+            with self.trainer.whole(self), torch.no_grad():
+                self.model.base.layers[0].attention.v_proj.weight.mul_(-1)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("tensor", 2), pytest.param("fsdp=2,tensor=2", 4, marks=pytest.mark.long)]
+)
+def test_the_first_call_of_a_resumed_run_is_compared_with_what_was_loaded(
+    strategy: str, devices: int, tmp_path: Path
+) -> None:
+    tokens = torch.randint(0, 12, (16, 6), generator=torch.Generator().manual_seed(0))
+
+    def weights(strategy: str, devices: int, **options: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        module = Continues(plan=None, names=USUAL)
+        trainer = quiet(
+            strategy=strategy, devices=devices, precision="64-true", split_batches=True, accelerator="cpu", **options
+        )
+        trainer.fit(module, DataLoader(TensorDataset(tokens), 4), ckpt_path=path if path.exists() else None)
+        if not path.exists():
+            trainer.save_checkpoint(path)
+        return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+    path = tmp_path / "saved"
+    weights("single", 1, max_epochs=1)
+    alone, sharded = (weights(*layout, max_epochs=2) for layout in (("single", 1), (strategy, devices)))
+    assert all(float((sharded[name] - value).abs().max()) < 1e-12 for name, value in alone.items())
 
 
 def test_the_check_leaves_inputs_modes_and_random_streams_alone() -> None:
