@@ -74,7 +74,8 @@ def call(run: RunState, module: Module, loop: FitLoop, hooks: Calls, last: bool 
     if replaced:
         for handle in run.user_optimizers:
             handle.close()
-        found = prepare.set_up_optimizers(run, module, run.optimizers, run.schedulers, assigned=True)
+        ready = run.optimizers is optimizers
+        found = prepare.set_up_optimizers(run, module, run.optimizers, run.schedulers, assigned=True, ready=ready)
         for optimizer in optimizers.values():
             share_lr_factors(optimizer, run.optimizers.values())
         run.strategy.adopt_changes(run.wrapped)

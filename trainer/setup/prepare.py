@@ -279,9 +279,11 @@ def set_up_optimizers(
     named: dict[str, Optimizer],
     schedulers: list[SchedulerConfig],
     assigned: bool = False,
+    ready: bool = False,
 ) -> tuple[set[str], list[str]]:
     """Check and set up optimizers and schedulers, of `configure_optimizers` or `assigned` by a hook; return the names
-    of those that need a closure, and of the trainable parameters that none of them steps."""
+    of those that need a closure, and of the trainable parameters that none of them steps. `ready`: the optimizers are
+    set up, and only the schedulers are others."""
     if module.automatic_optimization and not named:
         raise ValueError(
             f"{type(module).__name__}.configure_optimizers returned no optimizer; return one, or set "
@@ -296,7 +298,8 @@ def set_up_optimizers(
     if run.resumed is not None and not resume.are_assigned(run.resumed.state.get("configured")):
         snapshot.check_configured(run, run.resumed)
     closing = {name for name, optimizer in named.items() if module.automatic_optimization and needs_closure(optimizer)}
-    run.optimizers, run.schedulers = run.strategy.setup_optimizers(run.wrapped, named), schedulers
+    run.optimizers = named if ready else run.strategy.setup_optimizers(run.wrapped, named)
+    run.schedulers = schedulers
     saving.follow_optimizers(run)
     handle = AutomaticOptimizer if module.automatic_optimization else ManualOptimizer
     run.user_optimizers = [handle(optimizer, run) for optimizer in run.optimizers.values()]

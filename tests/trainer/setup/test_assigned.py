@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, Adadelta, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from lockstep import CheckpointError
@@ -97,6 +97,31 @@ def test_a_run_that_assigns_others_than_were_saved_is_refused(tmp_path: Path) ->
     fit(assigns("", tmp_path / "one.ckpt"), epochs=1)
     with pytest.raises(CheckpointError, match="holds the state of SGD for optimizer '0', but .* returned AdamW"):
         fit(assigns("on_train_start"), resume=tmp_path / "one.ckpt")
+
+
+class AssignsScheduler(Net):
+    """The hook `where` gives a scheduler to an optimizer whose state is spread over ranks by then."""
+
+    def __init__(self, kind: type[Optimizer], where: str = "") -> None:
+        super().__init__()
+        self.kind, self.where = kind, where
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.kind(self.parameters(), lr=0.1)  # type: ignore[call-arg]
+        return optimizer if self.where else ([optimizer], [StepLR(optimizer, 1, 0.5)])
+
+    def on_fit_start(self) -> None:
+        if self.where == "on_fit_start":
+            self.trainer.lr_scheduler_configs = [StepLR(self.trainer.optimizers[0], 1, 0.5)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("strategy", "kind"), [("pipeline", Adadelta), ("fsdp", Adafactor)])
+def test_a_scheduler_may_be_assigned_to_an_optimizer_that_is_set_up(strategy: str, kind: type[Optimizer]) -> None:
+    torch.manual_seed(0)
+    modules = AssignsScheduler(kind), AssignsScheduler(kind, "on_fit_start")
+    modules[1].load_state_dict(modules[0].state_dict())
+    assert distance(fit(modules[1], strategy), fit(modules[0])) < 1e-12
 
 
 class Keeps(Net):
