@@ -133,7 +133,8 @@ class Capabilities:
     """Ranks other than 0 build modules on the meta device, as their values come from rank 0 in `setup_module`."""
     refuses: Mapping[str, str] = field(default_factory=dict)
     """What the strategy refuses ("manual_optimization", "several_optimizers", "assigned_optimizers", "closures",
-    "compile", "parameter_state" of callbacks, a precision, a user's method), and why: a sentence, raised when asked."""
+    "compile", "detect_anomaly", "parameter_state" of callbacks, a precision, a user's method), and why: a sentence,
+    raised when asked."""
 
 
 class StepHooks(NamedTuple):

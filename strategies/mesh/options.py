@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from lockstep.strategies.mesh.tensor_plan.plan import Plan
 
 
+UNRULED = {
+    "detect_anomaly": "detect_anomaly=True looks for NaN in gradients that are sharded, for which torch has no rule; "
+    "look for it with strategy='single' or 'fsdp'"
+}
+"""What torch cannot do with the activations and gradients of tensor parallelism."""
+
+
 @dataclass(frozen=True)
 class Options:
     """Each field concerns the axes named in its first word; the others leave it alone."""

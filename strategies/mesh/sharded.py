@@ -22,7 +22,7 @@ from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.process_group import new_mesh
 from lockstep.strategies.mesh import mixed_tensors, steps
 from lockstep.strategies.mesh.mesh import resolve
-from lockstep.strategies.mesh.options import Options
+from lockstep.strategies.mesh.options import UNRULED, Options
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import changed_within_window, partial_gradient, refuse_sparse, shortened
 from lockstep.strategies.modules.sharded_errors import explained, within_step
@@ -99,6 +99,8 @@ class ShardedStrategy(ShardedOptimizers):
         self.capabilities = Capabilities(
             bitwise=whole, dynamic_shapes=whole, preserves_memory_format=False, builds_on_meta=True
         )
+        if not whole:
+            self.capabilities = replace(self.capabilities, refuses=UNRULED)
         if self.compressor is not None:
             self.capabilities = replace(self.capabilities, bitwise=False, exact=False, refuses=REFUSES)
         return chosen

@@ -113,8 +113,11 @@ def trainable(run: RunState, module: Module, *hooks: str) -> None:
 
 
 def _refused_by_strategy(run: RunState, module: Module) -> None:
-    """Raise ValueError for a method of the module or of a user's callback that the strategy refuses."""
+    """Raise ValueError for a method of the module or of a user's callback, or an argument, that the strategy
+    refuses."""
     refuses = run.strategy.capabilities.refuses
+    if run.arguments.detect_anomaly and "detect_anomaly" in refuses:
+        raise ValueError(refuses["detect_anomaly"])
     users = [
         item
         for item in run.callbacks

@@ -240,6 +240,11 @@ def test_linear_layers_without_a_pair_are_cut_alone() -> None:
     assert distance(weights(one), weights(cut)) < 1e-12
 
 
+def test_anomalies_are_not_looked_for_in_sharded_gradients() -> None:
+    with pytest.raises(ValueError, match="detect_anomaly=True looks for NaN in gradients that are sharded"):
+        fit(TensorParallel(), 2, seeded(Alone), [], detect_anomaly=True)
+
+
 class Softened(nn.Module):
     """Looks like a perceptron, but what stands between its layers needs the whole width."""
 
