@@ -161,4 +161,22 @@ def step_schedulers(run: RunState, module: Module, interval: str) -> None:
                     f"logged are {', '.join(sorted(run.callback_metrics)) or 'none'}"
                 )
             continue
-        module.lr_scheduler_step(config.scheduler, metric)
+        try:
+            module.lr_scheduler_step(config.scheduler, metric)
+        except (KeyError, ValueError) as error:
+            if (why := _lacks_rates(config.scheduler)) is None:
+                raise
+            raise RuntimeError(why) from error
+
+
+def _lacks_rates(scheduler: Any) -> str | None:
+    """What to say of a scheduler, or of those in it, that was built before groups were added to its optimizer."""
+    for part in (scheduler, getattr(scheduler, "scheduler", None), *getattr(scheduler, "_schedulers", ())):
+        rates, groups = (getattr(part, "base_lrs", ()), getattr(getattr(part, "optimizer", None), "param_groups", ()))
+        if 0 < len(rates) < len(groups):
+            return (
+                f"{type(part).__name__} has rates for {len(rates)} parameter groups, but its optimizer has "
+                f"{len(groups)}, as some were added during the run; use a scheduler that takes the groups' own rates, "
+                "as StepLR does, or give configure_optimizers all groups, those to be unfrozen later too"
+            )
+    return None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR
+from torch.optim.swa_utils import SWALR
 
 import lockstep.lightning.pytorch as pl
 from lockstep.callbacks import BackboneFinetuning, BaseFinetuning, Callback, LambdaCallback, ModelCheckpoint
@@ -120,6 +123,24 @@ class FromNothing(BaseFinetuning):
             self.make_trainable(module.net[4])
         elif epoch == 1:
             self.unfreeze_and_add_param_group(module.net[2], optimizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("LambdaLR", lambda optimizer: LambdaLR(optimizer, lambda epoch: 0.9**epoch)),
+        ("SWALR", lambda optimizer: SWALR(optimizer, 0.01)),
+        ("LambdaLR", lambda optimizer: ChainedScheduler([LambdaLR(optimizer, lambda epoch: 0.9**epoch)])),
+    ],
+)
+def test_a_scheduler_that_knows_no_rate_of_an_added_group_is_named(kind: str, make: Callable[[Any], Any]) -> None:
+    class Scheduled(Pretrained):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.net[4].parameters(), lr=0.1)
+            return [optimizer], [make(optimizer)]
+
+    with pytest.raises(RuntimeError, match=f"{kind} has rates for 1 parameter groups, but its optimizer has 2"):
+        quiet(max_epochs=3, callbacks=[FromNothing()]).fit(Scheduled(), loader())
 
 
 @pytest.mark.parametrize(
