@@ -268,7 +268,7 @@ class Trials:
             vars(memo[id(parameter)]).update(copy.deepcopy(_attributes(parameter, largest), memo))
         shapes = {tuple(parameter.shape) for parameter in self._parameters}
         for tensor in walk.tensors:
-            if id(tensor) in memo or tensor.numel() <= 1:
+            if id(tensor) in memo or (tensor.numel() <= 1 and not hasattr(tensor, "full_tensor")):
                 continue
             if any(size > largest for size in tensor.shape) or tuple(tensor.shape) in shapes:
                 small = tensor.detach()[tuple(slice(0, largest) for _ in tensor.shape)]

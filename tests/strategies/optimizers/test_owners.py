@@ -109,6 +109,20 @@ def test_an_optimizer_gives_the_weights_of_one_process(strategy: str, devices: i
     exact(strategy, devices, *modules(), n=20, gradient_clip_val=1.0, accumulate_grad_batches=2, max_epochs=1)
 
 
+def test_state_made_at_once_of_a_parameter_with_one_element() -> None:
+    class Scaled(Stepped):
+        make = staticmethod(MAKES["state made at once"])
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step([batch[0] * self.scale, batch[1]], batch_idx)
+
+    exact("fsdp", 2, Scaled)
+
+
 def rows_that_have_gradients(params: list[Tensor], group: dict[str, Any]) -> None:
     by_rows([p for p in params if p.grad is not None], group)
 
