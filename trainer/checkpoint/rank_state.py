@@ -33,6 +33,7 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
     streams, metrics = run.paused or (rng_state(run.streams), run.metrics)  # a validation has others of its own
     topology, sums = run.strategy.topology, metrics.state_dict()
     folder = f"ranks/{topology.rank}"
+    kept = pack(kept_tensors(module), f"{folder}/kept", tensors)
     of_validation = {entry[6] for entry in run.metrics.state_dict().values()} if run.paused else set()
     return {
         "data_rank": topology.data_rank,
@@ -45,8 +46,10 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
         },
         "rng": pack(streams, f"{folder}/rng", tensors),
         "sums": sums,
+        "samples": metrics.samples,
         "loader": pack(run.train_dataloader.state_dict(), f"{folder}/loader", tensors),
         **({} if run.attributes is None else _attributes(run.attributes, f"{folder}/attributes", tensors)),
+        **({"kept": kept} if kept else {}),
         **({"stop": True} if run.stop_is_pending else {}),
         **({} if run.shares is None else {"shares": run.shares.save(folder, tensors, of_validation)}),
         "torchmetrics": {}
@@ -69,9 +72,10 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
     run.asked_to_stop = any(rank_state.get("stop") is True for rank_state in saved)
     mine = saved[strategy.topology.rank] if strategy.topology.rank < len(saved) else {}
     _restore_attributes(run, saved, mine, read)
+    put_tensors(module, unpack((mine or saved[0]).get("kept", {}), read))
     if run.shares is not None:
         counted = [rank_state for rank_state in saved if rank_state["reports"]]
-        run.metrics.load_state_dict(_shared_sums([rank_state["sums"] for rank_state in counted], strategy))
+        _share_sums(run, counted)
         run.shares.restore([rank_state.get("shares", {}) for rank_state in saved], checkpoint)
         set_rng_state(unpack(saved[0]["rng"], read), run.streams)
         run.train_dataloader.load_state_dict(unpack(saved[0]["loader"], read))
@@ -83,11 +87,12 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
     ):
         run.train_dataloader.load_state_dict(unpack(mine["loader"], read))
         run.metrics.load_state_dict(mine["sums"])
+        run.metrics.samples = mine.get("samples", 0)
         _restore_torchmetrics(module, [mine], read)
         set_rng_state(unpack(mine["rng"], read), run.streams)
     else:
         counted = [rank_state for rank_state in saved if rank_state["reports"]]
-        run.metrics.load_state_dict(_shared_sums([rank_state["sums"] for rank_state in counted], strategy))
+        _share_sums(run, counted)
         _restore_torchmetrics(module, counted[strategy.topology.data_rank :: strategy.topology.data_size], read)
         _restore_streams(run, counted, read)
         if counted[0]["loader"].keys() & {"began", "loaders"}:  # of what every rank reads alike
@@ -129,6 +134,24 @@ def torchmetrics_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def kept_tensors(module: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """What torchmetrics objects keep beside their states and over resets, equal on all ranks: the extremes of a
+    MinMaxMetric."""
+
+    def kept(metric: Any) -> dict[str, Tensor]:
+        known = {*metric._defaults, "_computed", "_forward_cache"}
+        return {key: value for key, value in vars(metric).items() if type(value) is Tensor and key not in known}
+
+    return {name: tensors for name, metric in torchmetrics_of(module).items() if (tensors := kept(metric))}
+
+
+def put_tensors(module: nn.Module, kept: dict[str, dict[str, Tensor]]) -> None:
+    """Give torchmetrics objects what `kept_tensors` found, if they still have the like of it."""
+    for name, own in kept_tensors(module).items():
+        for key in own.keys() & kept.get(name, {}).keys():
+            setattr(torchmetrics_of(module)[name], key, kept[name][key].to(own[key].device))
+
+
 def on_device_of(metric: Any, state: dict[str, Any]) -> dict[str, Any]:
     """A state that was read from a checkpoint, where `metric` keeps its own."""
     lists = torch.device("cpu") if metric.compute_on_cpu else metric.device
@@ -139,20 +162,26 @@ def _place(rank_state: dict[str, Any]) -> tuple[Any, ...]:
     return rank_state.get("data_rank"), rank_state.get("data_size"), rank_state.get("reports")
 
 
+def _share_sums(run: RunState, saved: list[dict[str, Any]]) -> None:
+    """Continue with this rank's part of what ranks that reported had logged."""
+    place = run.strategy.topology
+    run.metrics.load_state_dict(_shared_sums([rank_state["sums"] for rank_state in saved], run.strategy))
+    run.metrics.samples = sum(state.get("samples", 0) for state in saved[place.data_rank :: place.data_size])
+
+
 def _shared_sums(saved: list[dict[str, Any]], strategy: Strategy) -> dict[str, Any]:
     """What this rank continues with of the running sums of other ranks: over all ranks nothing is lost or counted
     twice."""
     sums: dict[str, Any] = {}
     for rank, state in enumerate(saved):
-        for name, (reduce_fx, *flags, rank_zero_only, metric, number, count, epoch_value, epoch_count) in state.items():
-            own = sums.setdefault(
-                name, [reduce_fx, *flags, rank_zero_only, metric, None, 0.0, epoch_value, epoch_count]
-            )
+        for name, entry in state.items():
+            own = sums.setdefault(name, [*entry[:7], None, 0.0, *entry[9:]])
+            reduce_fx, rank_zero_only, number, count = entry[0], entry[5], entry[7], entry[8]
             if rank == 0 if rank_zero_only else rank % strategy.topology.data_size == strategy.topology.data_rank:
-                both = number if own[-4] is None else own[-4] + number if isinstance(number, list) else None
-                own[-4] = COMBINE[reduce_fx]([own[-4], number]) if both is None else both
-                apart = isinstance(own[-3], list) or isinstance(count, list)
-                own[-3] = [*_listed(own[-3]), *_listed(count)] if apart else own[-3] + count
+                both = number if own[7] is None else own[7] + number if isinstance(number, list) else None
+                own[7] = COMBINE[reduce_fx]([own[7], number]) if both is None else both
+                apart = isinstance(own[8], list) or isinstance(count, list)
+                own[8] = [*_listed(own[8]), *_listed(count)] if apart else own[8] + count
     return sums
 
 

@@ -75,6 +75,10 @@ def _rank_faults(checkpoint: Checkpoint) -> str | None:
         for key, check in _RANK.items():
             if key not in state or not check(state[key]):
                 return f"rank-{rank:05d}.json has no valid {key}"
+        if not is_count(state.get("samples", 0)):
+            return f"rank-{rank:05d}.json has no valid samples"
+        if not _is_dict(state.get("kept", {}), lambda metric: _is_dict(metric, _is_tensor)):
+            return f"rank-{rank:05d}.json has no valid kept"
         if not _are_changes(state.get("attributes", {})):
             return f"rank-{rank:05d}.json has no valid attributes"
         if not _is_dict(state.get("shares", {}), lambda metric: _is_dict(metric, _is_torchmetric)):
@@ -190,9 +194,9 @@ def _is_between(least: int, most: int) -> Check:
 
 def _is_sum(value: Any) -> bool:
     """A running sum as `MetricStore.state_dict` gives it."""
-    if not isinstance(value, list) or len(value) != 11 or value[0] not in COMBINE:
+    if not isinstance(value, list) or len(value) not in (11, 12) or value[0] not in COMBINE:
         return False
-    flags, metric, (number, count, epoch_value, epoch_count) = value[1:6], value[6], value[7:]
+    flags, metric, (number, count, epoch_value, epoch_count) = [*value[1:6], *value[11:]], value[6], value[7:11]
     return (
         all(map(_is_flag, flags))
         and (metric is None or _is_str(metric))

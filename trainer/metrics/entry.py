@@ -113,17 +113,32 @@ class Entry:
         if len(self._waiting) >= MOST_WAITING:
             _ = self.number
 
-    def check_flags(self, given: tuple[Any, ...]) -> None:
-        """Raise ValueError where `self.log` is given other flags for this name than before; in a resumed run the first
-        ones stand for those of the saved one."""
+    def settle(self) -> None:
+        """Add to the number what is still on a device."""
+        if self.total is not None:
+            total = float(self.total)  # host sync: only when state is saved or a value changes its device
+            self.number = total if self.reduce_fx in ("max", "min") else self.number + total
+            self.total = None
+
+    def check_flags(self, given: tuple[Any, ...], by_hand: bool, several: bool) -> None:
+        """Raise ValueError where `self.log` is given other flags for this name than before, or with `several` ranks
+        weights of another kind; in a resumed run the first ones stand for those of the saved one."""
         names = ("reduce_fx", "on_step", "on_epoch", "prog_bar", "logger", "rank_zero_only")
-        for name, now, held in zip(names, given, self.flags(), strict=True) if self.given is not None else ():
+        for name, now, held in zip(names, given, self.flags(), strict=False) if self.given is not None else ():
             now = reduction_of(self.name, now) if name == "reduce_fx" else now
             if now is not None and bool(now != held):
                 raise ValueError(
                     f"self.log({self.name!r}) was given {name}={now!r}, but {name}={held!r} before, and a name has one "
                     "of each; log it alike each time, or under another name"
                 )
+        if self.given is None:  # checkpoints of old do not say it
+            self.by_hand |= by_hand
+        is_mean = self.reduce_fx == "mean" and self.metric is None and not self.rank_zero_only
+        if by_hand != self.by_hand and is_mean and several:
+            raise ValueError(
+                f"self.log({self.name!r}) was called both in a batch, where a mean counts samples, and outside of one, "
+                "where it counts once over all ranks; log it under another name in one of them"
+            )
         self.given = given
 
     def flags(self) -> list[Any]:
@@ -187,6 +202,7 @@ def number_of(name: str, value: Any) -> float:
 def not_a_number(name: str, kind: str) -> TypeError:
     return TypeError(
         f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got {kind}"
+        + ("; log what is in it by self.log_dict" if kind == "MetricCollection" else "")
     )
 
 
@@ -199,7 +215,9 @@ def is_complex(name: str) -> TypeError:
 
 def is_metric(value: Any) -> bool:
     """Whether `value` is a torchmetrics Metric or counts as one."""
-    return hasattr(value, "compute") and hasattr(value, "reset")
+    return (
+        hasattr(value, "compute") and hasattr(value, "reset") and not hasattr(value, "items")
+    )  # no collection of them
 
 
 def of_two_kinds(name: str) -> ValueError:

@@ -161,16 +161,19 @@ def _weighed_by_samples(
     pairs = [(n / c, s) for n, c, s in zip(numbers, counts, samples, strict=True) if c and s]
     if not pairs:
         return [0.0], [0.0]
+    times = {float(c) for c, s in zip(counts, samples, strict=True) if c and s}
+    count = times.pop() if len(times) == 1 else 1.0  # as on one process
     values = {value for value, _ in pairs}
     if len(values) == 1:
-        return [values.pop()], [1.0]
+        return [values.pop() * count], [count]
     if store.exact:
         raise RuntimeError(
             f"{entry.name!r} was logged outside of a batch with another value on each rank, so that its mean would "
             "depend on their number; log it in the step, or log a torchmetrics Metric"
         )
     store.of_their_own.append(entry.name)
-    return [value * weight for value, weight in pairs], [float(weight) for _, weight in pairs]
+    mean = sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
+    return [mean * count], [count]
 
 
 def _say_what_was_averaged(store: MetricStore) -> None:

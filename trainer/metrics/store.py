@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 class MetricStore:
     """The metrics of one phase (training or one evaluation)."""
 
-    def __init__(self, module: nn.Module | None = None, training: bool = True, exact: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module | None = None, training: bool = True, exact: bool = False, several: bool = False
+    ) -> None:
         self.module = module
         self.entries: dict[str, Entry] = {}
         self.keys_hash = 0
@@ -49,8 +51,7 @@ class MetricStore:
         self.weight = 1.0
         """Samples of the running micro-batch: the weight of what is logged in it."""
         self.samples = 0
-        """Samples that this rank has seen since the epoch began or was resumed: the weight of what is logged outside of
-        batches."""
+        """Samples that this rank has seen in the epoch: the weight of what is logged outside of batches."""
         self.num_loaders = 0
         """Loaders of an evaluation that gave this rank a sample."""
         self.is_ambiguous = False
@@ -62,6 +63,8 @@ class MetricStore:
         self.training = training
         self.exact = exact
         """Whether sums are exact, so that they have the same bits on any number of ranks."""
+        self.several = several or exact
+        """Whether others log values of their own samples."""
         self.suffix = ""
         """Appended to names where several loaders are evaluated."""
         self.noticed: set[str] = set()
@@ -104,13 +107,13 @@ class MetricStore:
             return
         if self.suffix and add_dataloader_idx:
             name += self.suffix
-        entry, given = self.entries.get(name), (reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only)
+        entry = self.entries.get(name)
+        given = reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only, self.in_batch
         if entry is None:
             entry = self._add(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
-            entry.given = given
-            entry.by_hand = not self.in_batch and batch_size is None
+            entry.given, entry.by_hand = given, not self.in_batch and batch_size is None
         elif entry.given != given:
-            entry.check_flags(given)
+            entry.check_flags(given, not self.in_batch and batch_size is None, self.several)
         if entry.metric is not None:
             if not is_metric(value):
                 raise of_two_kinds(name)
@@ -166,7 +169,6 @@ class MetricStore:
         if entry.total is not None:
             value = value.to(entry.total.device, non_blocking=True)
         else:
-            self._settle(entry)
             start = entry.number if entry.reduce_fx in ("max", "min") else 0.0
             entry.total = torch.full(
                 (), start, dtype=torch.float64 if value.device.type != "mps" else torch.float32, device=value.device
@@ -247,7 +249,7 @@ class MetricStore:
     def state_dict(self) -> dict[str, Any]:
         """JSON data: the running sums of this rank and the epoch's values."""
         for entry in self.entries.values():
-            self._settle(entry)
+            entry.settle()
         return {
             e.name: [
                 *e.flags(),
@@ -256,6 +258,7 @@ class MetricStore:
                 saved_count(e.count),
                 e.epoch_value,
                 e.epoch_count or e.seen,
+                e.by_hand,
             ]
             for e in self.entries.values()
         }
@@ -274,8 +277,10 @@ class MetricStore:
             count,
             epoch_value,
             epoch_count,
+            *by_hand,  # checkpoints of old do not say it
         ) in state.items():
             entry = self.new(name, reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only)
+            entry.by_hand = any(by_hand)
             entry.epoch_value, entry.epoch_count = epoch_value, epoch_count
             if metric is not None:
                 entry.metric, entry.seen = self.module.get_submodule(metric), epoch_count  # type: ignore[union-attr]
@@ -319,7 +324,7 @@ class MetricStore:
         entry = self.entries.get(name) or self.entries.get(name.removesuffix("_step"))
         mine = [0.0, 0.0]
         if entry is not None and entry.on_step and entry.metric is None and entry.reduce_fx == "mean":
-            self._settle(entry)
+            entry.settle()
             reductions, number, count = self._read.get(
                 (reader, entry.name), (0, *self._restored.get(entry.name, (0.0, 0.0)))
             )
@@ -392,9 +397,3 @@ class MetricStore:
         if not rank_zero_only:
             self.keys_hash ^= (zlib.crc32(name.encode()) << 20) | (zlib.adler32(name.encode()) & 0xFFFFF)
         return entry
-
-    def _settle(self, entry: Entry) -> None:
-        if entry.total is not None:
-            total = float(entry.total)  # host sync: only when state is saved or a value changes its device
-            entry.number = total if entry.reduce_fx in ("max", "min") else entry.number + total
-            entry.total = None

@@ -22,6 +22,9 @@ _CONTAINERS = {list, tuple, set, frozenset, deque}
 _MAPPINGS = {dict, OrderedDict, defaultdict, Counter}
 _NOT_OURS = frozenset(vars(nn.Module())) | {"_trainer", "_module", "_toggled", "trainer"}
 
+_HPARAMS = "_hparams"
+"""Made, with nothing in it, when `hparams` is first read, as the first save does."""
+
 
 def own_data(owner: Any) -> dict[str, Any]:
     """The attributes of a module, DataModule or callback that are data: numbers, strings, tensors, arrays, and
@@ -204,6 +207,7 @@ def _marks(layer: nn.Module) -> dict[str, _Mark]:
         name: _mark(value, _MOST_ITEMS)
         for name, value in vars(layer).items()
         if name not in _NOT_OURS and name.isidentifier() and not isinstance(value, nn.Module)
+        if name != _HPARAMS or value
     }
 
 

@@ -18,7 +18,7 @@ from lockstep.strategies.base import StepHooks
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.launch.phase import set_phase
 from lockstep.strategies.sync.collective_fingerprint import once_a_sample, refusing
-from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
+from lockstep.trainer.checkpoint.rank_state import kept_tensors, put_tensors, torchmetrics_of
 from lockstep.trainer.checkpoint.snapshot import (
     restore_callbacks,
     restore_datamodule,
@@ -185,7 +185,7 @@ def sanity_check(run: RunState, module: Module, loaders: list[ShardedLoader]) ->
     """A few batches of validation before training, to find errors early; leaves no trace."""
     shown = run.callback_metrics, run.logged_metrics, run.progress_bar_metrics
     run.callback_metrics, run.logged_metrics, run.progress_bar_metrics = {}, {}, {}
-    run.sanity_checking = True
+    kept, run.sanity_checking = kept_tensors(module), True
     measure_evaluation(run, loaders, "val")
     for hook in run.hooks.on_sanity_check_start:
         hook()
@@ -193,6 +193,7 @@ def sanity_check(run: RunState, module: Module, loaders: list[ShardedLoader]) ->
         validate_in_fit(run, module, loaders)
         for metric in torchmetrics_of(module).values():
             metric.reset()
+        put_tensors(module, kept)
         for hook in run.hooks.on_sanity_check_end:
             hook()
     finally:
@@ -212,7 +213,8 @@ def evaluate(
     what, strategy = stage_of(stage, module, run.hooks), run.strategy
     several = len(loaders) > 1
     exact = run.shares is not None or strategy.capabilities.local_steps
-    metrics = run.metrics = MetricStore(module, training=False, exact=exact)
+    several_ranks = strategy.topology.data_size > 1
+    metrics = run.metrics = MetricStore(module, training=False, exact=exact, several=several_ranks)
     metrics.noticed = run.noticed_names
     if stage == "predict":
         metrics.log = nowhere  # type: ignore[method-assign,assignment]

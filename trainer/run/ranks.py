@@ -15,6 +15,7 @@ from lockstep.strategies.launch import launcher, restart
 from lockstep.strategies.modules.model_changes import renamed
 from lockstep.trainer.checkpoint import store
 from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError, WeightsOnlyError
+from lockstep.trainer.checkpoint.rank_state import kept_tensors, put_tensors
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import evaluate, fit, publish, saving
 from lockstep.trainer.run.attributes import own_data, take_data
@@ -131,6 +132,7 @@ def _result(run: RunState, module: Module, returned: Any) -> dict[str, Any]:
             name: value.detach().cpu() if isinstance(value, Tensor) else value
             for name, value in module.state_dict().items()
         },
+        "metrics": kept_tensors(module),
         "progress": run.progress.state_dict(),
         "callbacks": [publish.state_of(run, item) for item in run.callbacks],
         "attributes": [own_data(owner) for owner in _owners(run, module)],
@@ -151,6 +153,7 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
         if isinstance(tensor, Tensor) and (tensor.dtype != trained.dtype or tensor.shape != trained.shape):
             tensor.data = trained.to(tensor.device)  # in the run's precision; a buffer may have grown
     module.load_state_dict(result["weights"], assign=any(p.is_meta for p in module.parameters()))
+    put_tensors(module, result["metrics"])
     run.progress.load_state_dict(result["progress"])
     for item, state in zip(run.callbacks, result["callbacks"], strict=True):
         if isinstance(item, ModelCheckpoint):

@@ -108,7 +108,8 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     closing, unowned = set_up_optimizers(run, module, named, schedulers)
     run.parameter_states = _parameter_states(run, module)
     run.had_parameter_states = bool(run.parameter_states)
-    run.metrics = MetricStore(module, exact=run.shares is not None or strategy.capabilities.local_steps)
+    exact = run.shares is not None or strategy.capabilities.local_steps
+    run.metrics = MetricStore(module, exact=exact, several=strategy.topology.data_size > 1)
     run.metrics.noticed = run.noticed_names
     if run.shares is not None:
         run.shares.outside("start")

@@ -3,6 +3,7 @@ samples."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +126,64 @@ def test_training_values_weigh_the_samples_of_the_epoch() -> None:
         found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
     assert found[1] == pytest.approx(found[0], rel=1e-12)
     assert found[1]["train/rate"] == 0.1
+
+
+class Saves(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+
+def test_training_values_weigh_the_samples_before_a_resume(tmp_path: Path) -> None:
+    """The first rank has 3, 3 and 1 samples, the second 2, 2 and none, of which the last step is resumed."""
+    found = []
+    for devices, ckpt_path in ((1, None), (2, None), (2, tmp_path / "saved")):
+        torch.manual_seed(0)
+        options = {"precision": "64-true", "seed": 0, "split_batches": True}
+        trainer = quiet(devices=devices, accelerator="cpu", callbacks=[Saves(tmp_path / "saved")], **options)
+        trainer.fit(Collects(), loader(11, 5), ckpt_path=ckpt_path)
+        found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+    assert found[2] == found[1]
+
+
+class Repeats(Net):
+    """Logs a name several times outside of batches."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def on_validation_epoch_start(self) -> None:
+        self.log("several", 1.0)
+
+    def on_validation_epoch_end(self) -> None:
+        for value in (4.0, 7.0):
+            self.log("several", value)
+
+
+class Twice(Net):
+    """Logs a name in batches and outside of them."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("both", 1.0)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("both", 4.0)
+
+
+def test_a_name_logged_several_times_outside_of_batches_counts_each_time() -> None:
+    for devices in (1, 2):
+        (found,) = quiet(devices=devices, accelerator="cpu").validate(Repeats(), loader(5, 2), verbose=False)
+        assert found == {"several": 4.0}
+
+
+def test_a_name_logged_in_batches_and_outside_is_refused_on_several_ranks() -> None:
+    (found,) = quiet(accelerator="cpu").validate(Twice(), loader(5, 2), verbose=False)
+    assert found == {"both": 1.5}
+    with pytest.raises(ValueError, match="self.log\\('both'\\) was called both in a batch, .* under another name"):
+        quiet(devices=2, accelerator="cpu").validate(Twice(), loader(5, 2), verbose=False)
 
 
 def test_ranks_with_values_of_their_own_are_reported_once(capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep import Module
 from lockstep.callbacks import Callback
 from lockstep.strategies import FSDP
 from lockstep.trainer.run.attributes import Changes
@@ -77,7 +78,7 @@ class Save(Callback):
         trainer.save_checkpoint(self.folder / f"end {trainer.current_epoch}")
 
 
-def fit(path: Path | None = None, kind: type[Net] = Remembers, **options: Any) -> Any:
+def fit(path: Path | None = None, kind: type[Module] = Remembers, **options: Any) -> Any:
     torch.manual_seed(0)
     module = kind()
     quiet(**{"max_epochs": 3, "accelerator": "cpu"} | options).fit(module, loader(24), ckpt_path=path)
@@ -120,6 +121,36 @@ def test_on_other_ranks_what_all_had_alike_continues(tmp_path: Path, caplog: Any
     with caplog.at_level(logging.WARNING, "lockstep"):
         resumed = fit(tmp_path / "1")
     assert resumed.net[0].calls == 10 + 1 and "best, hidden, names, net.0.seen" in caplog.text
+
+
+class WithoutHyperParameters(Module):
+    """Has nothing that a save would read the first time."""
+
+    beta = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+
+    def on_train_epoch_start(self) -> None:
+        self.beta = 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1]) * self.beta
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.ranks
+def test_attributes_of_a_module_without_hyperparameters_continue_on_each_rank(tmp_path: Path, caplog: Any) -> None:
+    """The first save reads the hyperparameters, which makes an attribute of Lockstep's own."""
+    for layout in ({}, {"strategy": "ddp", "devices": 2}):
+        whole = fit(kind=WithoutHyperParameters, callbacks=[Save(tmp_path)], **layout)
+        with caplog.at_level(logging.WARNING, "lockstep"):
+            resumed = fit(tmp_path / "1", WithoutHyperParameters, **layout)
+        assert equal(weights(resumed), weights(whole))
+        assert "does not hold these attributes" not in caplog.text
 
 
 def test_what_a_layer_counts_is_saved_where_fsdp_has_changed_its_class() -> None:

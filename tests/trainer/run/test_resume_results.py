@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torchmetrics import MetricCollection, MinMaxMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import Trainer
@@ -144,3 +145,43 @@ def test_a_validation_within_which_a_checkpoint_was_saved_is_repeated(
         runs.append((saves.seen, stopping.state_dict()))
     assert runs[0] == runs[1]
     assert len(runs[0][0]) == (1 if "max_steps" in options else 2)
+
+
+class Extremes(Net):
+    """Of sums that are 1, 2, 3 and so on in the epochs, after 100 in a sanity check."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = MinMaxMetric(SumMetric())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        value = 100.0 if self.trainer.sanity_checking else self.current_epoch + 1.0
+        self.total.update(value * len(batch[0]) / 24)
+        self.log("total", self.total)
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.ranks)])
+def test_the_extremes_of_a_metric_are_those_of_the_epochs_of_its_run(devices: int, tmp_path: Path) -> None:
+    found = []
+    for path, callbacks in ((None, [Save(tmp_path / "ck", 7 if devices == 1 else 5)]), (tmp_path / "ck", [])):
+        options: dict[str, Any] = {"devices": devices, "accelerator": "cpu", "num_sanity_val_steps": -1}
+        trainer, module = quiet(max_epochs=4, seed=0, callbacks=callbacks, **options), Extremes()
+        trainer.fit(module, loader(24), loader(24), ckpt_path=path)
+        found.append({name: float(value) for name, value in trainer.callback_metrics.items() if "total" in name})
+        assert (float(module.total.min_val), float(module.total.max_val)) == pytest.approx((1, 4))
+    assert found[0] == found[1] == pytest.approx({"total/raw": 4, "total/max": 4, "total/min": 1})
+
+
+class LogsCollection(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = MetricCollection([MulticlassAccuracy(3)])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.scores.update(self(batch[0]), batch[1])
+        self.log("scores", self.scores)
+
+
+def test_a_collection_of_metrics_is_logged_by_another_name_of_log() -> None:
+    with pytest.raises(TypeError, match="but got MetricCollection; log what is in it by self.log_dict"):
+        quiet().validate(LogsCollection(), loader(8), verbose=False)
