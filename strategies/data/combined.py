@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -85,7 +86,10 @@ def is_several(source: Any) -> bool:
     return isinstance(source, Mapping) or (
         isinstance(source, list | tuple)
         and bool(source)
-        and all(_is_loader(item) or is_nested(item) for item in source)
+        and (
+            all(_is_loader(item) or is_nested(item) for item in source)
+            or any(isinstance(item, DataLoader) for item in source)  # which is no batch
+        )
     )
 
 
@@ -97,6 +101,6 @@ def is_nested(item: Any) -> bool:
 
 def _is_loader(item: Any) -> bool:
     """Whether an item of a list is a loader and not a batch."""
-    return isinstance(item, DataLoader | Dataset) or (
+    return isinstance(item, DataLoader | Dataset | FunctionType) or (
         hasattr(item, "__iter__") and not isinstance(item, Tensor | tuple | list | dict | str)
     )

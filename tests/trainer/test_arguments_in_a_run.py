@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
-from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
+from tests.trainer.toy import Net, data, distance, equal, loader, net, quiet, weights
 
 
 class StopsAtOnce(Callback):
@@ -109,3 +109,28 @@ def test_a_resumed_run_has_the_loaders_of_its_epoch(tmp_path: Path, monkeypatch:
     quiet(accelerator="cpu", devices=1, **options).fit(resumed, ckpt_path=tmp_path / "c")
     assert made == [2, 4] and resumed.loaded == whole.loaded == [0, 2, 4]
     assert equal(weights(whole), weights(resumed))
+
+
+class Draws(Reloads):
+    """Trains in each epoch on samples that it draws."""
+
+    def train_dataloader(self) -> Any:
+        chosen = torch.randperm(40)[:16].tolist()
+        return torch.utils.data.DataLoader(torch.utils.data.Subset(data(40), chosen), batch_size=8)
+
+
+@pytest.mark.ranks
+def test_what_loader_methods_draw_is_the_same_on_all_ranks_and_in_a_resumed_run(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3, "seed": 0, "accelerator": "cpu"}
+    options |= {"precision": "64-true", "split_batches": True}
+    found = []
+    for devices in (1, 2):
+        for ckpt_path in (None, tmp_path / str(devices)):
+            torch.manual_seed(0)
+            module = Draws()
+            quiet(callbacks=[SavesIn(tmp_path / str(devices), 3)], devices=devices, **options).fit(
+                module, ckpt_path=ckpt_path
+            )
+            found.append(weights(module))
+    assert equal(found[1], found[0]) and equal(found[3], found[2])
+    assert distance(found[0], found[2]) < 1e-12

@@ -104,3 +104,18 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(tmp_path: Path, ranks: int
 def test_an_empty_one_is_an_error_before_ranks_start() -> None:
     with pytest.raises(ValueError, match="train_dataloaders is empty"):
         quiet(devices=2).fit(Joint(), CombinedLoader([DataLoader(data(8), 4), DataLoader(data(0), 4)]))
+
+
+class OfSeveral(Net):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        self.log("samples", float(len(batch[0])), reduce_fx="sum")
+
+
+def test_functions_and_lists_of_batches_are_loaders_beside_a_dataloader() -> None:
+    batches = [[torch.zeros(4, 8), torch.zeros(4)], [torch.zeros(2, 8), torch.zeros(2)]]
+    for devices, others in ((1, batches), (2, batches), (1, lambda: iter(batches)), (2, lambda: iter(batches))):
+        loaders: Any = [others, DataLoader(data(5), 2)]
+        found = quiet(devices=devices, accelerator="cpu").validate(OfSeveral(), loaders, verbose=False)
+        assert found == [{"samples/dataloader_idx_0": 6.0}, {"samples/dataloader_idx_1": 5.0}]
+    found = quiet().validate(OfSeveral(), [lambda: iter(batches), lambda: iter(batches)], verbose=False)
+    assert [*map(len, found)] == [1, 1]

@@ -12,8 +12,13 @@ from torch import Tensor
 
 from lockstep.trainer.metrics.exact import ExactSum
 
-COMBINE: dict[str, Callable[[list[float]], float]] = {"mean": sum, "sum": sum, "max": max, "min": min}
-"""How a reduction puts the ranks' values together."""
+COMBINE: dict[str, Callable[[list[float]], float]] = {
+    "mean": sum,
+    "sum": sum,
+    "max": lambda values: max(values, key=lambda value: (value != value, value)),
+    "min": lambda values: min(values, key=lambda value: (value == value, value)),
+}
+"""How a reduction puts the ranks' values together; a NaN is the result, as in torch."""
 
 MOST_WAITING = 1024
 """Values of an accelerator that a name keeps there before the host reads them."""
@@ -105,7 +110,8 @@ class Entry:
             exact = isinstance(self._number, ExactSum)
             self._number = self._number.plus_product(value, weight) if exact else self._number + value * weight
         else:
-            self._number = (max if self.reduce_fx == "max" else min)(self._number, value)
+            extreme = max if self.reduce_fx == "max" else min  # which keep a first NaN
+            self._number = extreme(self._number, value) if value == value else value
 
     def add_later(self, value: Tensor, weight: float) -> None:
         """The same for a tensor of an accelerator, which the host reads with others once the number is asked for."""

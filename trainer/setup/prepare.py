@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep._lazy import without_collector
 from lockstep.callbacks.base import Callback
+from lockstep.strategies.data.randomness import Randomness
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.launch.phase import AFTER_BACKWARD
 from lockstep.strategies.optimizers.closures import needs_closure
@@ -173,8 +174,14 @@ class Reload:
         progress = self.run.progress
         now = progress.current_epoch
         progress.current_epoch = now if self.run.resumed is None else self.made_for
-        yield
+        with self._drawing():
+            yield
         progress.current_epoch = now
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """What loader methods draw within is the same on all ranks and in a resumed run; at the beginning of a run the
+        streams of its `setup` are."""
+        return Randomness(derive(self.run.seed, "loaders", self.made_for)) if self.made_for else nullcontext()
 
     def __call__(self, loop: FitLoop) -> None:
         run, epoch = self.run, self.run.progress.current_epoch
@@ -182,9 +189,10 @@ class Reload:
             return
         self.made_for = epoch - epoch % self.every
         plan = run.train_dataloader.plan
-        source = combined(self.sources.get(self.module, "train"))
-        loop.train_loader, loop.limit, loop.num_batches = train_loader(run, self.module, source, plan)
-        loop.val_loaders = _val_loaders(run, self.module, self.sources, source)
+        with self._drawing():
+            source = combined(self.sources.get(self.module, "train"))
+            loop.train_loader, loop.limit, loop.num_batches = train_loader(run, self.module, source, plan)
+            loop.val_loaders = _val_loaders(run, self.module, self.sources, source)
         loop.val_every = validation_interval(run, loop.num_batches) if loop.val_loaders else None
 
 

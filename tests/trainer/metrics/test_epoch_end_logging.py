@@ -283,3 +283,20 @@ def test_a_rank_without_samples_may_log_in_hooks_of_a_window_before_its_step_run
     trainer = quiet(strategy="ddp", devices=2, accelerator="cpu", split_batches=True, accumulate_grad_batches=2)
     trainer.fit(LogsInHook(), loader(3, 1))
     assert trainer.callback_metrics["step"] == 3
+
+
+class LogsNaN(Net):
+    """Of the samples 0 to 4 the second is not a number."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        for fx in ("max", "min"):
+            self.log(fx, getattr(batch[0].flatten(), fx)(), reduce_fx=fx)
+
+
+def test_a_nan_is_the_largest_and_the_smallest_on_any_number_of_ranks() -> None:
+    rows = torch.arange(5.0)[:, None]
+    rows[1] = float("nan")
+    for devices in (1, 2):
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), 1)
+        (found,) = quiet(devices=devices, accelerator="cpu").validate(LogsNaN(), loader, verbose=False)
+        assert sorted(found) == ["max", "min"] and all(value != value for value in found.values())
