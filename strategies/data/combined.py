@@ -88,7 +88,7 @@ def is_several(source: Any) -> bool:
         and bool(source)
         and (
             all(_is_loader(item) or is_nested(item) for item in source)
-            or any(isinstance(item, DataLoader) for item in source)  # which is no batch
+            or any(isinstance(item, DataLoader) for item in source)  # never a batch
         )
     )
 
