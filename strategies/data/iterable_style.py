@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from itertools import count
 from types import FunctionType
 from typing import Any
@@ -60,6 +61,7 @@ class Streamed(Source):
         self._read = False
         self._live: Items | None = None
         self._loaded: Mapping[str, Any] | None = None
+        self._began: tuple[int, Any] = (-1, None)
         if batch_size is not None:
             self.window_samples = batch_size * share.ranks * share.accumulate
         length = None if self.shards_itself else length_of(iterable)
@@ -128,6 +130,8 @@ class Streamed(Source):
             self._live = fetcher
             if self._loaded is not None and (self._fits(epoch, start) or (start == 0 and self._precedes(epoch))):
                 fetcher.resume(self._loaded)
+            elif self.stateful is not None:
+                self._begin(epoch)
             self._loaded = None
         fetched = map(fetcher.__getitem__, keys) if self._workers is None else self._workers.run(fetcher, keys, epoch)
         still = max(1, self._workers.num_workers) if self.shards_itself and self._workers is not None else 1
@@ -142,6 +146,13 @@ class Streamed(Source):
             closes = 0 if number % self.window_parts else self.share.accumulate
             for i, (batch, num_samples, all_samples) in enumerate(parts):
                 yield batch, num_samples, all_samples, closes if i == len(parts) - 1 else 0
+
+    def _begin(self, epoch: int) -> None:
+        """Let the dataset be as when it first began `epoch`: each validation of a run, and its sanity check, is one."""
+        if epoch == self._began[0]:
+            self.stateful.load_state_dict(deepcopy(self._began[1]))
+        else:
+            self._began = epoch, deepcopy(self.stateful.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:

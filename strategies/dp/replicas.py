@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from lockstep.strategies.modules.blocks import holds_states
 from lockstep.strategies.modules.parameter_hooks import copy_attributes
 
 _HOOKS = (
@@ -244,7 +245,8 @@ def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def metrics_of(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "merge_state") and hasattr(module, "_update_count")]
+    metrics = [m for m in model.modules() if hasattr(m, "merge_state") and hasattr(m, "_update_count")]
+    return [metric for metric in metrics if holds_states(metric)]
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from lockstep.strategies.dp.replicas import (
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.program.contexts import refuse_contexts
 from lockstep.strategies.losses import detach, own_backward_refused, split_loss
-from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.modules.blocks import Rule, join_states
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, refuse_embeddings, remarked
 from lockstep.strategies.pipeline.microbatches import merged
 from lockstep.strategies.spmd import SPMDStrategy
@@ -230,4 +230,4 @@ class DataParallel(SPMDStrategy):
                     own.grad = added if own.grad is None else own.grad.add_(added)
             for metric, copied in zip(metrics_of(model), metrics_of(other), strict=True):
                 if copied._update_count:
-                    metric.merge_state(copied.to(metric.device))
+                    join_states(metric, copied.to(metric.device).metric_state, "use strategy='ddp'")

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 Rule: TypeAlias = "str | type[nn.Module] | Callable[[str, nn.Module], bool] | Iterable[str | type[nn.Module]] | None"
 
@@ -233,3 +234,41 @@ def is_of_user(module: nn.Module) -> bool:
 def users_classes(value: object) -> list[type]:
     """Its class and bases, but for those of torch and Lockstep."""
     return [cls for cls in type(value).__mro__ if cls.__module__.partition(".")[0] not in _NOT_OF_USERS]
+
+
+def holds_states(metric: nn.Module) -> bool:
+    """Whether a torchmetrics object has states of its own; those of a ClasswiseWrapper are of the metric in it."""
+    return not any(getattr(child, "_defaults", None) is metric._defaults for child in metric.children())
+
+
+def join_states(metric: Any, state: dict[str, Any], instead: str) -> None:
+    """Add to the states of a torchmetrics object those of another one that has seen other samples.
+
+    Its own `merge_state` refuses most metrics, and joins means, and tensors without a reduction, to something else than
+    what they would be over all samples. Raises ValueError for these.
+    """
+    if not type(metric).merge_state.__module__.startswith("torchmetrics."):
+        metric.merge_state(state)
+        return
+    for key, reduction in metric._reductions.items():
+        mine, theirs = getattr(metric, key), state[key]
+        joined = _JOINS.get(getattr(reduction, "__name__", ""))
+        if isinstance(mine, list) or isinstance(theirs, list):
+            mine, theirs = ([*s] if isinstance(s, list) else [s] for s in (mine, theirs))
+            setattr(metric, key, mine + theirs)
+        elif joined is not None:
+            setattr(metric, key, joined(mine, theirs))
+        else:
+            how = getattr(reduction, "__name__", reduction)
+            raise ValueError(
+                f"{type(metric).__name__} keeps {key} with dist_reduce_fx={how}, which cannot be joined with that of "
+                f"other samples before more are counted; {instead}"
+            )
+
+
+_JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "dim_zero_sum": torch.add,
+    "dim_zero_max": torch.maximum,
+    "dim_zero_min": torch.minimum,
+    "dim_zero_cat": lambda one, other: torch.cat([one, other]),
+}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.callbacks._support.parameter_state import ParameterState
 from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.strategies.devices import move
+from lockstep.strategies.modules.blocks import holds_states, join_states
 from lockstep.trainer.metrics.entry import COMBINE
 from lockstep.trainer.run.attributes import alike
 from lockstep.trainer.seeding import derive, has, rng_state, seed_everything, set_rng_state
@@ -34,7 +35,8 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
     topology, sums = run.strategy.topology, metrics.state_dict()
     folder = f"ranks/{topology.rank}"
     kept = pack(kept_tensors(module), f"{folder}/kept", tensors)
-    of_validation = {entry[6] for entry in run.metrics.state_dict().values()} if run.paused else set()
+    of_validation = {str(entry[6]) for entry in run.metrics.state_dict().values()} if run.paused else set()
+    parts_too = tuple(f"{name}." for name in of_validation)
     return {
         "data_rank": topology.data_rank,
         "data_size": topology.data_size,
@@ -60,7 +62,7 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
             )
             | {"names": [logged for logged, entry in sums.items() if entry[6] == name]}
             for name, metric in torchmetrics_of(module).items()
-            if name not in of_validation  # which the resumed run repeats
+            if name not in of_validation and not name.startswith(parts_too)  # which the resumed run repeats
         },
     }
 
@@ -130,7 +132,7 @@ def torchmetrics_of(module: nn.Module) -> dict[str, Any]:
     return {
         name: child
         for name, child in module.named_modules()
-        if hasattr(child, "metric_state") and hasattr(child, "_update_count")
+        if hasattr(child, "metric_state") and hasattr(child, "_update_count") and holds_states(child)
     }
 
 
@@ -209,7 +211,7 @@ def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Cal
                 )
             state = on_device_of(metric, entry["state"])
             if metric._update_count:
-                metric.merge_state(state)
+                join_states(metric, state, "resume on as many ranks, or a checkpoint of the end of an epoch")
             else:
                 for key, value in state.items():
                     setattr(metric, key, value)

@@ -7,11 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from torchmetrics import MetricCollection, MinMaxMetric, SumMetric
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import (
+    ClasswiseWrapper,
+    KendallRankCorrCoef,
+    MaxMetric,
+    Metric,
+    MetricCollection,
+    MinMaxMetric,
+    MinMetric,
+    PearsonCorrCoef,
+    SumMetric,
+)
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import Trainer
 from lockstep.callbacks import Callback, EarlyStopping
+from lockstep.trainer.checkpoint.manifest import CheckpointError
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
 
@@ -185,3 +197,119 @@ class LogsCollection(Net):
 def test_a_collection_of_metrics_is_logged_by_another_name_of_log() -> None:
     with pytest.raises(TypeError, match="but got MetricCollection; log what is in it by self.log_dict"):
         quiet().validate(LogsCollection(), loader(8), verbose=False)
+
+
+class WithinValidation(Save):
+    """Saves after the first batch of the last validation."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None: ...
+
+    def on_validation_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.current_epoch == 1 and not Path(self.path).exists():
+            trainer.save_checkpoint(self.path)
+
+
+def test_metrics_in_metrics_begin_a_repeated_validation_again(tmp_path: Path) -> None:
+    for path, callbacks in ((None, [WithinValidation(tmp_path / "ck", 0)]), (tmp_path / "ck", [])):
+        trainer = quiet(max_epochs=2, seed=0, callbacks=callbacks)
+        trainer.fit(Extremes(), loader(24), loader(24), ckpt_path=path)
+        assert float(trainer.callback_metrics["total/raw"]) == pytest.approx(2)
+
+
+class OwnMax(Metric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("largest", torch.tensor(0.0), dist_reduce_fx="max")
+        self.add_state("number", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, values: torch.Tensor) -> None:
+        self.largest, self.number = torch.maximum(self.largest, values.max()), self.number + len(values)
+
+    def compute(self) -> torch.Tensor:
+        return self.largest + self.number
+
+
+class Measures(Net):
+    """Metrics that torchmetrics does not merge by itself."""
+
+    def __init__(self, *more: Metric) -> None:
+        super().__init__()
+        self.of_values = torch.nn.ModuleList([MaxMetric(), MinMetric(), OwnMax()])
+        self.of_classes = ClasswiseWrapper(MulticlassAccuracy(3, average=None))
+        self.of_pairs = torch.nn.ModuleList([KendallRankCorrCoef(), *more])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        for i, metric in enumerate(self.of_values):
+            metric.update(logits.detach())
+            self.log(f"values {i}", metric, on_step=False, on_epoch=True)
+        for i, metric in enumerate(self.of_pairs):
+            metric.update(logits[:, 0].detach(), logits[:, 1].detach())
+            self.log(f"pairs {i}", metric, on_step=False, on_epoch=True)
+        self.of_classes.update(logits, batch[1])
+        self.log("classes", self.of_classes, on_step=False, on_epoch=True)
+        return torch.nn.functional.cross_entropy(logits, batch[1])
+
+
+def measured(module: Net, path: Path | None = None, **options: Any) -> dict[str, float]:
+    trainer = quiet(accelerator="cpu", precision="64-true", seed=0, split_batches=True, **options)
+    torch.manual_seed(0)
+    trainer.fit(module, loader(24), ckpt_path=path)
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if "loss" not in name}
+
+
+@pytest.mark.ranks
+def test_any_metric_whose_states_can_be_joined_continues_on_any_number_of_ranks(tmp_path: Path) -> None:
+    expected = measured(net_of(), callbacks=[Save(tmp_path / "1", 2)])
+    assert measured(net_of(), devices=2, callbacks=[Save(tmp_path / "2", 2)]) == pytest.approx(expected)
+    assert measured(net_of(), strategy="dp", devices=2) == pytest.approx(expected)
+    for began, devices in ((1, 1), (1, 2), (2, 1), (2, 2)):
+        assert measured(net_of(), tmp_path / str(began), devices=devices) == pytest.approx(expected)
+
+
+def net_of(*more: Metric) -> Measures:
+    torch.manual_seed(0)
+    return Measures(*more)
+
+
+@pytest.mark.ranks
+def test_a_metric_whose_states_cannot_be_joined_is_refused_by_name(tmp_path: Path) -> None:
+    message = "PearsonCorrCoef keeps mean_x with dist_reduce_fx=None, which cannot be joined .*; "
+    measured(net_of(PearsonCorrCoef()), devices=2, callbacks=[Save(tmp_path / "2", 2)])
+    with pytest.raises(CheckpointError, match=message + "resume on as many ranks"):
+        measured(net_of(PearsonCorrCoef()), tmp_path / "2")
+    with pytest.raises(ValueError, match=message + "use strategy='ddp'"):
+        measured(net_of(PearsonCorrCoef()), strategy="dp", devices=2)
+
+
+class Continues(IterableDataset[Any]):
+    """Continues where it was left, and begins again after its end."""
+
+    place = 0
+
+    def __iter__(self) -> Any:
+        while self.place < 6:
+            self.place += 1
+            yield torch.full((8,), float(self.place))
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class Evaluated(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("sum", batch[:, 0].sum(), reduce_fx="sum")
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.ranks)])
+def test_each_validation_reads_the_same_of_a_dataset_that_continues(devices: int) -> None:
+    for limit, expected in ((None, 21.0), (2 // devices, 10.0)):
+        for sanity in (0, 1):
+            options: dict[str, Any] = {"num_sanity_val_steps": sanity, "limit_val_batches": limit, "max_epochs": 2}
+            trainer = quiet(accelerator="cpu", devices=devices, **options)
+            trainer.fit(Evaluated(), loader(24), DataLoader(Continues(), batch_size=2))
+            assert float(trainer.callback_metrics["sum"]) == expected
