@@ -61,7 +61,7 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
                 {"state": metric.metric_state, "count": metric._update_count}, f"{folder}/metrics/{name}", tensors
             )
             | {"names": [logged for logged, entry in sums.items() if entry[6] == name]}
-            for name, metric in torchmetrics_of(module).items()
+            for name, metric in filter(lambda item: holds_states(item[1]), torchmetrics_of(module).items())
             if name not in of_validation and not name.startswith(parts_too)  # which the resumed run repeats
         },
     }
@@ -132,7 +132,7 @@ def torchmetrics_of(module: nn.Module) -> dict[str, Any]:
     return {
         name: child
         for name, child in module.named_modules()
-        if hasattr(child, "metric_state") and hasattr(child, "_update_count") and holds_states(child)
+        if hasattr(child, "metric_state") and hasattr(child, "_update_count")
     }
 
 
@@ -194,6 +194,8 @@ def _listed(count: Any) -> list[float]:
 def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:
     """Give this rank the sums of saved ranks, which no other rank takes."""
     for name, metric in torchmetrics_of(module).items():
+        if not holds_states(metric):
+            continue
         metric.reset()
         for rank_state in saved:
             if name not in rank_state["torchmetrics"]:

@@ -263,6 +263,7 @@ def test_any_metric_whose_states_can_be_joined_continues_on_any_number_of_ranks(
     expected = measured(net_of(), callbacks=[Save(tmp_path / "1", 2)])
     assert measured(net_of(), devices=2, callbacks=[Save(tmp_path / "2", 2)]) == pytest.approx(expected)
     assert measured(net_of(), strategy="dp", devices=2) == pytest.approx(expected)
+    assert measured(net_of(), virtual_ranks=2, devices=2) == measured(net_of(), virtual_ranks=2)
     for began, devices in ((1, 1), (1, 2), (2, 1), (2, 2)):
         assert measured(net_of(), tmp_path / str(began), devices=devices) == pytest.approx(expected)
 
