@@ -32,18 +32,20 @@ class Progress:
     """`global_step` of the last validation; 0 for none."""
     ended_at: int = 0
     """`global_step` at which training ended within the running epoch, with what it had measured shown; 0 for none."""
+    publishes: bool = False
+    """Values are due to be published, as soon as all ranks meet."""
 
     def end_epoch(self) -> None:
         """Begin the next epoch."""
         self.current_epoch += 1
         self.samples_seen = self.batches_seen = 0
-        self.epoch_validated = self.epoch_closed = False
+        self.epoch_validated = self.epoch_closed = self.publishes = False
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        state = {"validated_at": 0, "ended_at": 0, **state}  # which older checkpoints do not have
+        state = {"validated_at": 0, "ended_at": 0, "publishes": False, **state}  # which older checkpoints do not have
         if set(state) != set(asdict(self)):
             raise ValueError(f"progress must hold {sorted(asdict(self))}, but the checkpoint has {sorted(state)}")
         for name, value in state.items():

@@ -194,10 +194,10 @@ def finish_window(
     progress.total_samples += window.num_samples
     progress.batches_seen += window.num_batches
     progress.total_batches += window.num_batches
-    loop.publishes |= stepped and progress.global_step % run.arguments.log_every_n_steps == 0
-    if run.strategy.ranks_meet and loop.publishes:  # else what is due waits until they do
+    progress.publishes |= stepped and progress.global_step % run.arguments.log_every_n_steps == 0
+    if run.strategy.ranks_meet and progress.publishes:  # else what is due waits until they do
         publish.publish(run, metrics.reduce(run.strategy))
-        loop.publishes = False
+        progress.publishes = False
     elif run.strategy.ranks_meet and loop.windows_seen == 1:
         publish.preview(run)
     last, run.window_is_open, run.stop_was_voted = window.micro_batches[-1], False, result.stop == 1

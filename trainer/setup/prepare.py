@@ -70,8 +70,6 @@ class FitLoop:
     guards: Guards
     reload: Callable[[FitLoop], None] | None
     """Makes the loaders again if that is due in this epoch."""
-    publishes: bool = False
-    """Whether values are due to be published, as soon as all ranks meet."""
     windows_seen: int = 0
     """Accumulation windows of this fit."""
     learned: bool = False

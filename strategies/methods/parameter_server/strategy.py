@@ -132,9 +132,9 @@ class ParameterServer(SPMDStrategy):
 
     @property
     def ranks_meet(self) -> bool:  # type: ignore[override]
-        """So that they can publish: in the first two clocks, for which all ranks wait, and in every `meet_every`-th."""
-        first = self._clock if self._engine is None else self._engine.first_clock
-        return self._clock % self._meet_every == 0 or self._clock - first <= 2
+        """So that they can publish: in the run's first two clocks, for which all ranks wait, and in every
+        `meet_every`-th. Not in the first two after a resume: the run never stopped does not publish there."""
+        return self._engine is None or self._clock % self._meet_every == 0 or self._clock <= 2
 
     def teardown(self) -> None:
         if self._engine is not None:

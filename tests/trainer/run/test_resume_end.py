@@ -139,7 +139,7 @@ def test_the_last_step_leads_to_the_same_end_on_ranks(strategy: str, tmp_path: P
 
 def test_progress_of_an_older_checkpoint_is_read() -> None:
     saved = Progress(global_step=3, batches_seen=3).state_dict()
-    del saved["validated_at"], saved["ended_at"]
+    del saved["validated_at"], saved["ended_at"], saved["publishes"]
     progress = Progress()
     progress.load_state_dict(saved)
     assert (progress.global_step, progress.validated_at, progress.ended_at) == (3, 0, 0)
