@@ -24,6 +24,7 @@ from lockstep.callbacks._support.files import replacing
 from lockstep.strategies.checkpoint_state import TensorShard, is_packed_tensor, pack, plain_config, unpack
 from lockstep.trainer.checkpoint import safetensors_file
 from lockstep.trainer.checkpoint.manifest import reason
+from lockstep.trainer.checkpoint.reader import refuse_inside
 from lockstep.trainer.checkpoint.safetensors_file import PAIRS
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError, save
 
@@ -68,6 +69,7 @@ def export_weights(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Pa
             f"cannot export to {target}: it is a folder; give the path of a file, such as "
             f"{target / 'model.safetensors'}"
         )
+    refuse_inside(target)
     state = checkpoint.state
     note = {
         "model": {name: value for name, value in checkpoint.meta.get("model", {}).items() if value is not None},
@@ -103,6 +105,7 @@ def export_lightning(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> 
     target, state = Path(os.path.abspath(target)), checkpoint.state
     if not checkpoint.names("model/"):
         raise CheckpointError(f"checkpoint {checkpoint.path} has no weights; export one that fit saved")
+    refuse_inside(target)
 
     def plain(packed: Any) -> Any:
         return _plain(unpack(packed, checkpoint.read))

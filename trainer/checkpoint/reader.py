@@ -208,6 +208,16 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     return True
 
 
+def refuse_inside(path: Path) -> None:
+    """Leave a checkpoint alone that `path` is in: it holds what its manifest lists, and what replaces it has no
+    other files. Raises CheckpointError."""
+    for folder in Path(os.path.realpath(path.parent)).joinpath(path.name).parents:
+        if os.path.lexists(folder / MANIFEST) and is_checkpoint(folder):
+            raise CheckpointError(
+                f"{path} is in the checkpoint {folder}, which must not change: choose a path outside of it"
+            )
+
+
 def _locate(path: Path) -> Path:
     """The folder to open: `path`, or its aside copy where a kill fell between two renames."""
     path = Path(os.path.abspath(path))

@@ -58,7 +58,7 @@ from lockstep.trainer.checkpoint.parts import (
     rank_file,
     read_part,
 )
-from lockstep.trainer.checkpoint.reader import read_manifest
+from lockstep.trainer.checkpoint.reader import read_manifest, refuse_inside
 
 _POLL_S = 0.02
 _STALLED_S = 10.0
@@ -257,6 +257,7 @@ class Saving:
         for path in (self.final, *self._also):
             if os.path.lexists(path):
                 refuse_foreign(path, "replaced")
+            refuse_inside(path)
         make_folders(self.final.parent)
         os.mkdir(self.temporary)
         self._locks.append(lock(self.temporary))

@@ -16,6 +16,7 @@ from lockstep import callbacks
 from lockstep.callbacks.base import Callback
 from lockstep.strategies.data.open_loader import refuse_dataset
 from lockstep.strategies.launch import environment
+from lockstep.trainer.checkpoint.reader import refuse_inside
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
 from lockstep.trainer.run.hooks import check_names, check_shapes, overrides
@@ -250,8 +251,9 @@ def report_unsaved(module: Module) -> None:
 
 
 def writable(folder: str) -> None:
-    """Raise ValueError for a folder that cannot be written."""
+    """Raise ValueError for a folder that cannot be written, and CheckpointError for one in a checkpoint."""
     probe = Path(folder)
+    refuse_inside(probe.absolute() / "run")
     try:
         probe.mkdir(parents=True, exist_ok=True)
         name = probe / f".writable-{os.getpid()}"

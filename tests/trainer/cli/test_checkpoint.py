@@ -124,6 +124,26 @@ def test_weights_go_out_and_come_back(
     assert quiet().validate(Net(width=12), loader(), ckpt_path=tmp_path / "back", verbose=False) == expected
 
 
+@pytest.mark.parametrize("target", ["model.safetensors", "w.ckpt", "exports/w.safetensors", "../link/w.safetensors"])
+def test_nothing_is_written_into_a_checkpoint(
+    target: str, trained: tuple[Net, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "last"
+    shutil.copytree(trained[1], path)
+    (tmp_path / "link").symlink_to(path)
+    shutil.copytree(path, tmp_path / "whole")
+    assert run("export", path, tmp_path / "w.safetensors") == 0
+    for words in (("export", path, path / target), ("import", tmp_path / "w.safetensors", path / target / "new")):
+        assert run(*words) == 1
+        assert f"is in the checkpoint {path}, which must not change" in capsys.readouterr().err
+    trainer = quiet(enable_checkpointing=True, default_root_dir=path)
+    with pytest.raises(CheckpointError, match="is in the checkpoint"):
+        trainer.fit(Net(width=12), loader())
+    assert trainer.global_step == 0
+    assert sorted(os.listdir(path)) == sorted(os.listdir(tmp_path / "whole"))
+    assert run("diff", path, tmp_path / "whole") == 0
+
+
 class Odd(Module):
     """State that safetensors has no name for: extra state with a tensor in it, complex128, a tied weight."""
 
