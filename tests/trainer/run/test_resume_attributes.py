@@ -236,3 +236,35 @@ class Measures(Net):
 def test_what_configure_optimizers_derives_from_the_run_is_that_of_the_resumed_run(tmp_path: Path) -> None:
     fit(callbacks=[Save(tmp_path)], kind=Measures)
     assert fit(tmp_path / "4", Measures, max_epochs=4).total == 12
+
+
+class Bare(Module):
+    """Has no hyperparameters, and counts its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.seen = nn.Linear(8, 1), 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).square().mean()
+
+    def on_train_end(self) -> None:
+        assert self.seen == self.trainer.global_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_module_without_hyperparameters_saves_its_attributes_on_each_rank(
+    devices: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: Any = {"accelerator": "cpu", "devices": devices}
+    quiet(callbacks=[Save(tmp_path)], **options).fit(Bare(), loader())
+    with caplog.at_level(logging.INFO):
+        quiet(**options).fit(Bare(), loader(), ckpt_path=tmp_path / "2")
+    assert "_hparams" not in caplog.text
