@@ -268,6 +268,8 @@ def read_pickle(file: str | os.PathLike[str] | BinaryIO, trusts: bool) -> Weight
     """What a Lightning checkpoint or a state dict of torch holds; only torch's restricted unpickler reads it unless
     `trusts`."""
     source = Path(os.path.expanduser(file)) if isinstance(file, (str, os.PathLike)) else file
+    if not isinstance(source, Path) and not hasattr(source, "read"):
+        raise TypeError(f"checkpoint_path must be a path or an open file, but it is {source!r:.60}; pass one of them")
     try:
         try:
             with warnings.catch_warnings():

@@ -85,3 +85,9 @@ def test_a_file_that_torch_did_not_write_is_named(tmp_path: Path) -> None:
         CheckpointError, match=r"notes\.py: it is not a file of tensors and plain data from torch\.save"
     ):
         Net.load_from_checkpoint(file)
+
+
+@pytest.mark.parametrize("given", [None, 3, ["c"]])
+def test_what_is_neither_a_path_nor_a_file_is_named(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"checkpoint_path must be a path or an open file, but it is (None|3|\['c'\])"):
+        Net.load_from_checkpoint(given)
