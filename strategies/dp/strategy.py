@@ -200,9 +200,8 @@ class DataParallel(SPMDStrategy):
         device, autocast = self._device_of(index), self.precision.autocast_dtype
         parameters = [*parameters_of(replica)]
         marks = gradient_marks(parameters)
-        current = (
-            torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        )  # each thread begins on the first
+        # a thread begins on the first device
+        current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         with context, current, torch.autocast(device.type, autocast, autocast is not None):
             output = step(move(part, device, None, kept=None if self._on_cpu else "cpu"), batch_idx)
         if marks != gradient_marks(parameters):
@@ -230,4 +229,4 @@ class DataParallel(SPMDStrategy):
                     own.grad = added if own.grad is None else own.grad.add_(added)
             for metric, copied in zip(metrics_of(model), metrics_of(other), strict=True):
                 if copied._update_count:
-                    join_states(metric, copied.to(metric.device).metric_state, "use strategy='ddp'")
+                    join_states(metric, copied.to(metric.device), "use strategy='ddp'")

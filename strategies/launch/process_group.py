@@ -75,8 +75,7 @@ def init_process_group(
         store.wait([f"member{rank}" for rank in members], min(timeout, _REJOIN))
     if _kept and started_by_lockstep():  # it has left a group; one that ends does not pay for the import
         _forget_meshes()
-    while _leaving:  # torch has one default group, which NCCL leaves when the other ranks of the node do
-        _leaving.pop().join(timeout_s)
+    _wait_until_left(timeout_s)
     dist.init_process_group(
         backend,
         store=store,
@@ -162,6 +161,7 @@ def destroy_process_group(timeout_s: float = 2.0) -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
+    _limit.clear()
 
     def destroy() -> None:
         with suppress(Exception):  # of a group that has failed already
@@ -170,10 +170,21 @@ def destroy_process_group(timeout_s: float = 2.0) -> None:
     thread = threading.Thread(target=destroy, name="destroy_process_group", daemon=True)
     thread.start()
     thread.join(timeout_s)
-    if torch.cuda.is_available():
-        _leaving.append(thread)
+    _leaving.append(thread)
+    if shares_gpu():
+        os.environ.pop("NCCL_HOSTID", None)
     if not started_by_lockstep():  # its program may have groups of its own next
         _forget_meshes()
+
+
+def _wait_until_left(timeout_s: float) -> None:
+    """Torch has one default group, and NCCL leaves the last run's when the other ranks of the node do."""
+    end = time.monotonic() + timeout_s
+    while dist.is_initialized() and any(thread.is_alive() for thread in _leaving) and time.monotonic() < end:
+        time.sleep(0.01)
+    for thread in _leaving:  # it may be about to clear torch's tables of groups, or wait for what gloo has in flight
+        thread.join(1.0)
+    _leaving.clear()
 
 
 def _forget_meshes() -> None:

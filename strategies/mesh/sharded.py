@@ -285,7 +285,7 @@ class ShardedStrategy(ShardedOptimizers):
             self._sum(whole)
         else:
             steps.reduce_replicas(self._compression, self._watched, whole, self._mesh)
-        steps.align(self._watched or wrapped.parameters(), self._mesh)
+        self._align(wrapped, self._watched or wrapped.parameters())
         self._in_step = False
 
     def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
@@ -309,7 +309,7 @@ class ShardedStrategy(ShardedOptimizers):
         dtensors.settle(parameters)
         apart = [p for p in parameters if not self._is_sharded(p)]
         self._sum(apart)
-        steps.align(parameters, self._mesh)
+        self._align(wrapped, parameters)
         return apart
 
     def read_gradient(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:

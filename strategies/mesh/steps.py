@@ -137,23 +137,37 @@ VARYING = ("cuda",)
 """Types of devices with kernels that add in an order that varies."""
 
 
-def align(parameters: Iterable[nn.Parameter], mesh: DeviceMesh | None) -> None:
+def may_differ(mesh: DeviceMesh | None) -> bool:
+    """Whether the ranks of a tensor group, of which there are several, may compute the same to other bits."""
+    return mesh is not None and mesh.device_type in VARYING and dict(_sizes_of(mesh)).get("tensor", 1) > 1
+
+
+def align(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
     """Give the ranks of a tensor group the same gradients of what each holds whole, those of the first of them.
 
-    Each has computed them by itself, which on `VARYING` devices may differ in the last bits. Every rank calls it.
+    Each has computed them by itself. Every rank calls it.
     """
-    if mesh is None or mesh.device_type not in VARYING or "tensor" not in (mesh.mesh_dim_names or ()):
-        return
     group = mesh.get_group("tensor")
     whole: dict[torch.dtype, list[Tensor]] = {}
-    for p in parameters if dist.get_world_size(group) > 1 else ():
-        if p.grad is not None and "tensor" not in _axes_of(p) and p.grad.layout == torch.strided:
+    for p in parameters:
+        if p.grad is not None and _is_whole(p) and p.grad.layout == torch.strided:
             whole.setdefault(p.grad.dtype, []).append(local(p.grad).detach())
     for gradients in whole.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.broadcast(flat, group=group, group_src=0)
         for gradient, first in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
             gradient.copy_(first.view_as(gradient))
+
+
+def _sizes_of(mesh: DeviceMesh) -> Iterator[tuple[str, int]]:
+    return zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+
+
+def _is_whole(parameter: Tensor) -> bool:
+    """Whether each rank of a tensor group has all of it, as the bias of a layer that sums over them."""
+    axes = _axes_of(parameter)
+    placements = getattr(parameter, "placements", ())
+    return "tensor" not in axes or placements[axes.index("tensor")].is_replicate()
 
 
 def _axes_of(parameter: Tensor) -> tuple[str, ...]:

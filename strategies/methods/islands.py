@@ -94,7 +94,11 @@ class Islands(LearnerRounds, ShardedStrategy):
     def configure(self, **layout: Any) -> Strategy:
         chosen = super().configure(**layout)
         self.capabilities = replace(
-            self.capabilities, bitwise=False, exact=False, synchronous=self._synchronous, refuses=REFUSES
+            self.capabilities,
+            bitwise=False,
+            exact=False,
+            synchronous=self._synchronous,
+            refuses={**self.capabilities.refuses, **REFUSES},
         )
         return chosen
 

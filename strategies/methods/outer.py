@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -156,6 +156,7 @@ class Outer:
             self._sent.append(_Sent(fragment, places, due, lambda: means))
         else:
             given = [tensor for tensors in moved for tensor in tensors]
+            given += [] if self._compression is None else _kept(self._compression)
             self._sent.append(_Sent(fragment, places, due, beside.submit(work, given)))
 
     @torch.no_grad()
@@ -261,6 +262,12 @@ class Outer:
                 copy_attributes(parameter, self._weights[place])
                 added.append(self._weights[place])
         return added
+
+
+def _kept(compression: Compression) -> list[Tensor]:
+    """What it keeps of the times before, and replaces in the next."""
+    kept: list[Mapping[Any, Tensor]] = [*compression.residuals.values(), *compression.velocities.values()]
+    return [tensor for tensors in [*kept, *compression.memory.values()] for tensor in tensors.values()]
 
 
 def _laid_out(mean: Tensor, weight: Tensor) -> Tensor:

@@ -241,15 +241,16 @@ def holds_states(metric: nn.Module) -> bool:
     return not any(getattr(child, "_defaults", None) is metric._defaults for child in metric.children())
 
 
-def join_states(metric: Any, state: dict[str, Any], instead: str) -> None:
-    """Add to the states of a torchmetrics object those of another one that has seen other samples.
+def join_states(metric: Any, other: Any, instead: str) -> None:
+    """Add to the states of a torchmetrics object those of another one, or a dict of them, that has seen other samples.
 
     Its own `merge_state` refuses most metrics, and joins means, and tensors without a reduction, to something else than
     what they would be over all samples. Raises ValueError for these.
     """
     if not type(metric).merge_state.__module__.startswith("torchmetrics."):
-        metric.merge_state(state)
+        metric.merge_state(other)
         return
+    state = other if isinstance(other, dict) else other.metric_state
     for key, reduction in metric._reductions.items():
         mine, theirs = getattr(metric, key), state[key]
         joined = _JOINS.get(getattr(reduction, "__name__", ""))

@@ -44,7 +44,7 @@ class ModelChanges:
         """Whether hooks run that come after that, before the last micro-batch's forward."""
         self.pending = False
         """Whether a parameter or module was registered in the model since the last call of `added`."""
-        self.set_buffers: list[tuple[nn.Module, str]] = []
+        self.set_buffers: dict[tuple[nn.Module, str], None] = {}
         """The places in the model in which buffers were registered or replaced since it was emptied."""
         self._homes: dict[tuple[nn.Module, str], str] = {}
         self._moved: dict[tuple[nn.Module, str], str] = {}
@@ -130,7 +130,7 @@ class ModelChanges:
 
     def _note_buffer(self, module: nn.Module, name: str, _: object) -> None:
         if id(module) in self._modules:
-            self.set_buffers.append((module, name))
+            self.set_buffers[module, name] = None
 
     def _found(self) -> dict[tuple[nn.Module, str], tuple[str, nn.Parameter]]:
         """Where the model has parameters now: modules and keys, with names that tied ones do not share."""

@@ -3,7 +3,7 @@ parameters, each on one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +67,7 @@ class ShardedOptimizers(SPMDStrategy):
         wrapped.close()  # type: ignore[operator]
         if wrapped.depth and closure is not None:
             closure = _within_the_step(wrapped, closure)
-        if not self._compared:
-            self._compared = steps.compare_whole_gradients(self.unwrap(wrapped), self._mesh)
+        self._compare(wrapped)
         with explained(type(optimizer).__name__):
             owners = self._owners.get(id(optimizer))
             if owners is None:
@@ -80,6 +79,16 @@ class ShardedOptimizers(SPMDStrategy):
         if wrapped.depth:
             wrapped.gather()  # type: ignore[operator]
         return stepped
+
+    def _align(self, wrapped: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        """Let the ranks of a tensor group step alike what each holds whole. Every rank calls it."""
+        if steps.may_differ(self._mesh):
+            self._compare(wrapped)
+            steps.align(parameters, self._mesh)  # type: ignore[arg-type]
+
+    def _compare(self, wrapped: nn.Module) -> None:
+        if not self._compared:
+            self._compared = steps.compare_whole_gradients(self.unwrap(wrapped), self._mesh)
 
     @contextmanager
     def open_optimizer(self, wrapped: nn.Module, optimizer: Optimizer) -> Iterator[Any]:

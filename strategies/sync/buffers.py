@@ -122,7 +122,7 @@ class SharedBuffers:
         """Share from here on what user code has put in these places between steps, on every rank. Returns the names
         of those that are new or have another shape."""
         changed = []
-        for module, name in dict.fromkeys(places):
+        for module, name in places:
             if module not in self._names:
                 continue
             kept, path = dict(_kept(module)), f"{self._names[module]}.{name}".lstrip(".")
@@ -132,7 +132,8 @@ class SharedBuffers:
             if now is not None:
                 self._shapes[path] = now.shape
             changed += [path] * (before != (None if now is None else now.shape))
-        self._looks *= not changed
+        if changed:
+            self._looks = 0
         return changed
 
     def share(self, had_samples: bool) -> None:

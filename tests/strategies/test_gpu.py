@@ -236,6 +236,10 @@ METHODS: dict[str, tuple[Callable[[], Strategy], int]] = {
     "powersgd": (lambda: DDP(compress="powersgd=2"), 2),
     "local updates": (lambda: LocalSGD(period=2), 2),
     "learners that train on while they are averaged": (lambda: DiLoCo(learners=2, period=4, fragments=2, delay=1), 2),
+    "the same, compressed": (
+        lambda: DiLoCo(learners=2, period=4, fragments=2, delay=1, compress="topk=0.5"),
+        2,
+    ),
     "the same, sharded": (lambda: DiLoCo(learners=2, period=4, fragments=2, delay=1, inner="fsdp=2"), 4),
     "a server": (lambda: ParameterServer(staleness=0), 2),
     "servers on some of the ranks": (lambda: ParameterServer(staleness=0, servers=2), 4),

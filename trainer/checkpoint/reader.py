@@ -208,14 +208,19 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     return True
 
 
+def checkpoint_around(path: Path) -> Path | None:
+    """The checkpoint that `path` is in, which must not change: it holds what its manifest lists, and what replaces it
+    has no other files."""
+    folders = Path(os.path.realpath(path.parent)).joinpath(path.name).parents
+    return next((each for each in folders if os.path.lexists(each / MANIFEST) and is_checkpoint(each)), None)
+
+
 def refuse_inside(path: Path) -> None:
-    """Leave a checkpoint alone that `path` is in: it holds what its manifest lists, and what replaces it has no
-    other files. Raises CheckpointError."""
-    for folder in Path(os.path.realpath(path.parent)).joinpath(path.name).parents:
-        if os.path.lexists(folder / MANIFEST) and is_checkpoint(folder):
-            raise CheckpointError(
-                f"{path} is in the checkpoint {folder}, which must not change: choose a path outside of it"
-            )
+    """Raise CheckpointError for a path in a checkpoint."""
+    if (folder := checkpoint_around(path)) is not None:
+        raise CheckpointError(
+            f"{path} is in the checkpoint {folder}, which must not change: choose a path outside of it"
+        )
 
 
 def _locate(path: Path) -> Path:

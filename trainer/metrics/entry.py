@@ -68,7 +68,9 @@ class Entry:
         self.no_count: Any = ExactSum() if exact else 0.0
         self.given: tuple[Any, ...] | None = None  # the flags of `self.log` as they were given last
         self.metric: Any = None
-        self.by_hand = False  # logged outside of batches: a rank's value weighs the samples that it has seen
+        self.by_hand: bool | None = (
+            False  # logged outside of batches: a rank's value weighs the samples that it has seen
+        )
         self.total: Tensor | None = None  # what tensors added since the last reduction, on their device
         self._number: Any = self.start
         self._waiting: list[tuple[Tensor, float]] = []
@@ -137,8 +139,8 @@ class Entry:
                     f"self.log({self.name!r}) was given {name}={now!r}, but {name}={held!r} before, and a name has one "
                     "of each; log it alike each time, or under another name"
                 )
-        if self.given is None:  # checkpoints of old do not say it
-            self.by_hand |= by_hand
+        if self.by_hand is None:  # a checkpoint of old does not say it
+            self.by_hand = by_hand
         is_mean = self.reduce_fx == "mean" and self.metric is None and not self.rank_zero_only
         if by_hand != self.by_hand and is_mean and several:
             raise ValueError(
@@ -220,10 +222,8 @@ def is_complex(name: str) -> TypeError:
 
 
 def is_metric(value: Any) -> bool:
-    """Whether `value` is a torchmetrics Metric or counts as one."""
-    return (
-        hasattr(value, "compute") and hasattr(value, "reset") and not hasattr(value, "items")
-    )  # no collection of them
+    """Whether `value` is a torchmetrics Metric or counts as one, and no collection of them."""
+    return hasattr(value, "compute") and hasattr(value, "reset") and not hasattr(value, "items")
 
 
 def of_two_kinds(name: str) -> ValueError:

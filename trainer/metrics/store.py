@@ -258,7 +258,7 @@ class MetricStore:
                 saved_count(e.count),
                 e.epoch_value,
                 e.epoch_count or e.seen,
-                e.by_hand,
+                bool(e.by_hand),
             ]
             for e in self.entries.values()
         }
@@ -280,7 +280,7 @@ class MetricStore:
             *by_hand,  # checkpoints of old do not say it
         ) in state.items():
             entry = self.new(name, reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only)
-            entry.by_hand = any(by_hand)
+            entry.by_hand = by_hand[0] if by_hand else None
             entry.epoch_value, entry.epoch_count = epoch_value, epoch_count
             if metric is not None:
                 entry.metric, entry.seen = self.module.get_submodule(metric), epoch_count  # type: ignore[union-attr]

@@ -16,7 +16,8 @@ from lockstep import callbacks
 from lockstep.callbacks.base import Callback
 from lockstep.strategies.data.open_loader import refuse_dataset
 from lockstep.strategies.launch import environment
-from lockstep.trainer.checkpoint.reader import refuse_inside
+from lockstep.trainer.checkpoint.manifest import CheckpointError
+from lockstep.trainer.checkpoint.reader import checkpoint_around
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
 from lockstep.trainer.run.hooks import check_names, check_shapes, overrides
@@ -253,7 +254,11 @@ def report_unsaved(module: Module) -> None:
 def writable(folder: str) -> None:
     """Raise ValueError for a folder that cannot be written, and CheckpointError for one in a checkpoint."""
     probe = Path(folder)
-    refuse_inside(probe.absolute() / "run")
+    if (found := checkpoint_around(probe.absolute() / "run")) is not None:
+        raise CheckpointError(
+            f"default_root_dir, save_dir and dirpath must not be in a checkpoint, but {folder!r} is in the checkpoint "
+            f"{found}, which must not change: give another"
+        )
     try:
         probe.mkdir(parents=True, exist_ok=True)
         name = probe / f".writable-{os.getpid()}"

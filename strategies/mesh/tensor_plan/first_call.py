@@ -60,7 +60,7 @@ class FirstCall:
         """Every rank that shards `module` calls it."""
         for name, parameter in module.named_parameters():
             self._whole.get_parameter(name).copy_(_gathered(parameter))
-        for name, buffer in module.named_buffers():
+        for name, buffer in module.named_buffers(remove_duplicate=False):
             path, _, key = name.rpartition(".")
             self._whole.get_submodule(path)._buffers[key] = _gathered(buffer).clone()
         for (path, key), value in _attributes(module).items():

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -82,22 +83,39 @@ def test_groups_of_parts_of_a_run_wait_as_long_as_the_default_group() -> None:
 
 def test_a_group_is_joined_once_the_last_one_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL leaves a group when the other ranks of the node do, and torch holds one default group at a time."""
-    leave = dist.destroy_process_group
+    leave, others_leave = dist.destroy_process_group, threading.Event()
 
     def leave_late() -> None:
-        time.sleep(0.5)
+        others_leave.wait(60)
         leave()
 
     process_group.init_process_group(None, "gloo")
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(dist, "destroy_process_group", leave_late)
         process_group.destroy_process_group(timeout_s=0.01)
         assert dist.is_initialized()
+        threading.Timer(0.3, others_leave.set).start()
         process_group.init_process_group(None, "gloo")
     assert dist.is_initialized()
     process_group.destroy_process_group()
     assert not dist.is_initialized()
+
+
+def test_a_group_is_joined_while_the_last_one_ends_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave = dist.destroy_process_group
+
+    def stay() -> None:
+        leave()
+        time.sleep(5)
+
+    process_group.init_process_group(None, "gloo")
+    began = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "destroy_process_group", stay)
+        process_group.destroy_process_group(timeout_s=0.1)
+        process_group.init_process_group(None, "gloo")
+    assert dist.is_initialized() and time.monotonic() - began < 4
+    process_group.destroy_process_group()
 
 
 def host_of_nccl() -> str | None:

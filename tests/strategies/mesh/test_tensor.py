@@ -433,7 +433,8 @@ class Wobbling(Module):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         scale = Wobble.apply(self.scale)  # type: ignore[no-untyped-call]
-        return self.net(batch * scale).square().mean()  # type: ignore[no-any-return]
+        output = Wobble.apply(self.net(batch * scale))  # type: ignore[no-untyped-call]
+        return output.square().mean()  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -449,9 +450,37 @@ def test_what_ranks_hold_whole_stays_equal_where_kernels_vary(strategy: str, dev
         "split_batches": True,
         "callbacks": [Guard(check_replicas_every_n_steps=4)],
     }
-    with pytest.raises(RuntimeError, match="scale"):
+    with pytest.raises(RuntimeError, match="replicas have drifted apart"):
         quiet(strategy=strategy, devices=devices, **options).fit(Wobbling(as_on_a_gpu=False), data)
     torch.manual_seed(0)
     module = Wobbling(as_on_a_gpu=True)
     quiet(strategy=strategy, devices=devices, **options).fit(module, data)
     assert not torch.equal(module.scale, torch.ones(8))
+
+
+class UsedOnShards(Module):
+    """A layer that stays whole, between layers of which a rank has some outputs: each has a part of its gradient."""
+
+    def __init__(self, as_on_a_gpu: bool) -> None:
+        super().__init__()
+        self.as_on_a_gpu = as_on_a_gpu
+        self.up, self.between, self.down = nn.Linear(8, 16), nn.Linear(1, 1), nn.Linear(16, 4)
+
+    def on_fit_start(self) -> None:
+        if self.as_on_a_gpu:
+            steps.VARYING = ("cpu",)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.between(self.up(batch).unsqueeze(-1)).squeeze(-1)
+        return self.down(hidden.tanh()).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
+def test_a_layer_that_is_used_on_shards_is_named_before_it_is_stepped(as_on_a_gpu: bool) -> None:
+    data = DataLoader(torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), 4)
+    strategy = TensorParallel(plan={"up": "column", "down": "row"})
+    with pytest.raises(RuntimeError, match="the gradient of between.weight, between.bias is not the same on the ranks"):
+        quiet(strategy=strategy, devices=2).fit(UsedOnShards(as_on_a_gpu), data)

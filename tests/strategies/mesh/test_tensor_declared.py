@@ -240,6 +240,24 @@ def test_the_first_call_of_a_resumed_run_is_compared_with_what_was_loaded(
     assert all(float((sharded[name] - value).abs().max()) < 1e-12 for name, value in alone.items())
 
 
+def test_the_first_call_follows_a_buffer_of_two_layers() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
+            scale = torch.ones(1)
+            for layer in (self.one, self.two):
+                layer.register_buffer("scale", scale)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(self.one(x) * self.one.scale) * self.two.scale  # type: ignore[no-any-return]
+
+    module = Scaled()
+    FirstCall(module, "scaled", ["one"]).watch(module)
+    module.one.scale.mul_(3)
+    module(torch.ones(3, 2))
+
+
 def test_the_check_leaves_inputs_modes_and_random_streams_alone() -> None:
     class Caches(nn.Module):
         def __init__(self) -> None:

@@ -336,3 +336,8 @@ def test_what_islands_cannot_do_is_refused(module: Module, common: Any, message:
     options = {} if common is None else {"outer": common}
     with pytest.raises((ValueError, RuntimeError, FloatingPointError), match=message):
         fit(DiLoCo(learners=2, period=4, inner="fsdp=2", **options), module, devices=4)
+
+
+def test_islands_refuse_what_their_meshes_do() -> None:
+    strategy = DiLoCo(learners=2, period=4, inner="tensor=2").configure(devices=4, accelerator="cpu")
+    assert "detect_anomaly" in strategy.capabilities.refuses

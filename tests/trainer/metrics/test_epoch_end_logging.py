@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from lockstep import Trainer
 from lockstep.callbacks import Callback
+from lockstep.trainer.metrics.store import MetricStore
 from tests.trainer.toy import Net, loader, quiet
 
 pytestmark = pytest.mark.ranks
@@ -300,3 +301,17 @@ def test_a_nan_is_the_largest_and_the_smallest_on_any_number_of_ranks() -> None:
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), 1)
         (found,) = quiet(devices=devices, accelerator="cpu").validate(LogsNaN(), loader, verbose=False)
         assert sorted(found) == ["max", "min"] and all(value != value for value in found.values())
+
+
+def test_a_resumed_run_refuses_a_name_that_is_logged_in_both_ways_as_one_that_never_stopped() -> None:
+    saved = MetricStore()
+    saved.weight, saved.in_batch = 2.0, True
+    saved.log("both", 1.0, on_epoch=True)
+    resumed = MetricStore(several=True)
+    resumed.load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match=r"self.log\('both'\) was called both in a batch"):
+        resumed.log("both", 1.0, on_epoch=True)
+    of_old = {name: state[:11] for name, state in saved.state_dict().items()}
+    resumed = MetricStore(several=True)
+    resumed.load_state_dict(of_old)
+    resumed.log("both", 1.0, on_epoch=True)
