@@ -196,7 +196,7 @@ def _numbers(owners: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for prefix, owner in owners.items():
         layers = owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]
         for path, layer in layers:
-            if path and (type(layer).__module__.startswith("torch.") or hasattr(layer, "metric_state")):
+            if path and (type(layer).__module__.startswith("torch.") or hasattr(type(layer), "metric_state")):
                 continue
             place = ".".join(filter(None, (prefix, path)))
             for name, value in _attributes(layer):

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lockstep import CombinedLoader, Module
 from lockstep.strategies import Loss
@@ -394,3 +396,34 @@ def test_a_replica_answers_with_its_own_device(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dp, "replica", named)
     quiet(strategy="dp", devices=2, accelerator="cpu", max_steps=1).fit(Asks(), loader(8))
     assert set(devices) == {torch.device("cpu"), torch.device("cpu", 1)}
+
+
+@pytest.mark.parametrize("way", ["items", "values", "keys", "log_dict"])
+def test_a_step_goes_through_a_metric_collection(way: str) -> None:
+    class Collects(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = MetricCollection({"accuracy": MulticlassAccuracy(3), "f1": MulticlassF1Score(3)})
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            output = self.net(batch[0])
+            if way == "log_dict":
+                self.scores.update(output, batch[1])
+                self.log_dict(self.scores, on_step=False, on_epoch=True)
+            elif way == "keys":
+                for name in self.scores:
+                    self.count(name, self.scores[name], output, batch[1])
+            else:
+                for number, each in enumerate(getattr(self.scores, way)()):
+                    self.count(str(number), each[1] if way == "items" else each, output, batch[1])
+            return F.cross_entropy(output, batch[1])
+
+        def count(self, name: str, metric: Any, output: Tensor, target: Tensor) -> None:
+            metric.update(output, target)
+            self.log(name, metric, on_step=False, on_epoch=True)
+
+        def on_train_end(self) -> None:
+            self.seen = [float(value) for value in self.trainer.callback_metrics.values()]
+
+    one, other = both(Collects)
+    assert len(one.seen) >= 2 and one.seen == pytest.approx(other.seen)

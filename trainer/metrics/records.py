@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from typing import Any
 
+from torch import Tensor
+
 from lockstep.strategies.data import batch_slices
 
 
@@ -78,3 +80,22 @@ def finder(known: Mapping[str, Any]) -> Callable[[str], type]:
 
 
 _MARK = "\0record"
+
+
+def on_host(output: Any) -> Any:
+    """A prediction without its graph and on the CPU, so that those of a whole dataset do not fill the device. Waits for
+    the device. Raises TypeError for an iterator, which would run after the stage: in the mode of training, with
+    gradients and other random numbers."""
+    if isinstance(output, Tensor):
+        output = output.detach()
+        return output if output.device.type == "cpu" else output.cpu()
+    if isinstance(output, Iterator):
+        raise TypeError(
+            f"predict_step must return what it has computed, but returned a {type(output).__name__}, which computes "
+            "when it is read, after the prediction; return a list of what it gives"
+        )
+    if isinstance(output, dict):
+        return {key: on_host(value) for key, value in output.items()}
+    if is_record(output):
+        return make(type(output), {name: on_host(part) for name, part in parts_of(output).items()})
+    return type(output)(map(on_host, output)) if type(output) in (list, tuple) else output

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.callbacks.base import Callback
@@ -29,7 +29,7 @@ from lockstep.trainer.metrics.buffers import EvaluatedBuffers
 from lockstep.trainer.metrics.counts import CountsWatch
 from lockstep.trainer.metrics.entry import Reduced, nowhere
 from lockstep.trainer.metrics.gathering import gather_items, gather_values
-from lockstep.trainer.metrics.records import is_record, make, parts_of
+from lockstep.trainer.metrics.records import on_host
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import publish
@@ -332,19 +332,6 @@ def call_at_epoch_end(run: RunState, hook: Callable[[], Any], name: str) -> None
             "do without "
             "samples, or use fewer ranks or a smaller batch_size"
         ) from error
-
-
-def on_host(output: Any) -> Any:
-    """A prediction without its graph and on the CPU, so that those of a whole dataset do not fill the device. Waits for
-    the device."""
-    if isinstance(output, Tensor):
-        output = output.detach()
-        return output if output.device.type == "cpu" else output.cpu()
-    if isinstance(output, dict):
-        return {key: on_host(value) for key, value in output.items()}
-    if is_record(output):
-        return make(type(output), {name: on_host(part) for name, part in parts_of(output).items()})
-    return type(output)(map(on_host, output)) if type(output) in (list, tuple) else output
 
 
 def in_dataset_order(run: RunState, outputs: list[Any]) -> list[Any]:

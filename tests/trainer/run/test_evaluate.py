@@ -177,6 +177,28 @@ def test_predictions_that_cannot_travel_are_named() -> None:
         quiet(devices=2).predict(Objects(), loader(8))
 
 
+def test_predictions_that_would_be_computed_later_are_refused() -> None:
+    class Later(Net):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"deep": [map(self, batch[0])]}
+
+    with pytest.raises(TypeError, match="predict_step must return what it has computed, but returned a map"):
+        quiet().predict(Later(), loader(8))
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_a_step_that_yields_is_refused(stage: str) -> None:
+    class Yields(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("never", 1.0)
+            yield 1
+
+        test_step = predict_step = validation_step
+
+    with pytest.raises(TypeError, match="Yields.validation_step yields, so a call of it runs none of its lines"):
+        getattr(quiet(), stage)(Yields(), loader(8))
+
+
 def test_several_loaders_in_a_list_or_dict() -> None:
     for loaders in (
         [numbered(3, 2), numbered(5, 2)],
