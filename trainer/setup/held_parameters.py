@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.strategies.launch.program.functions import codes_of
+from lockstep.trainer.metrics.groups import fix_groups
 from lockstep.trainer.setup.user_state import OF_TENSOR, is_theirs, is_users_class
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class _Place(NamedTuple):
 
 def set_up(run: RunState, module: nn.Module) -> None:
     """Let the strategy wrap the model, and what user code holds of it follow. Every rank calls it."""
+    fix_groups(module)
     with following(run, module):
         run.wrapped = run.strategy.setup_module(module)
 
