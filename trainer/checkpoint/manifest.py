@@ -64,6 +64,13 @@ class refused:
         if isinstance(error, (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, StopIteration)):
             text = error.args[0] if isinstance(error, KeyError) and error.args else error
             raise CheckpointError(f"checkpoint {self._path}: {text}") from error
+        if isinstance(error, RuntimeError) and str(error).startswith("Error(s) in loading state_dict for "):
+            first, *others = map(str.strip, str(error).splitlines())
+            found = " ".join(others[:3]) + (f" (and {len(others) - 3} more)" if len(others) > 3 else "")
+            raise CheckpointError(
+                f"checkpoint {self._path}: its weights are not those of {first.split()[-1].rstrip(':')}: "
+                f"{found.rstrip('.')}; build the module with the arguments that it was saved with"
+            ) from error
 
 
 class MissingCheckpointError(UnusableCheckpointError, FileNotFoundError):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lockstep import CheckpointError
 from lockstep.trainer.checkpoint.store import Checkpoint
@@ -61,6 +62,16 @@ def test_a_module_is_loaded_from_a_file(saved: tuple[Scheduled, Path], opened: b
     assert equal(weights(loaded), weights(module)) and loaded.hparams.width == 6
     with pytest.raises(RuntimeError, match="size mismatch"):
         Scheduled.load_from_checkpoint(path, width=7)
+
+
+def test_a_file_of_another_module_is_named(tmp_path: Path) -> None:
+    save_file(Net(width=6).state_dict(), tmp_path / "own.safetensors")
+    torch.save(Net(width=6).state_dict(), tmp_path / "own.ckpt")
+    message = r"checkpoint .*own\.{}: its weights are not those of Net: size mismatch for .*; build the module with"
+    for kind in ("safetensors", "ckpt"):
+        with pytest.raises(CheckpointError, match=message.format(kind)) as raised:
+            Net.load_from_checkpoint(tmp_path / f"own.{kind}", width=7)
+        assert "\n" not in str(raised.value)
 
 
 class OfTheUser:
