@@ -148,7 +148,8 @@ class Shares:
             found = sorted(f"{names[module]}.{name}".lstrip(".") for module, name in wrong) or remembered
             raise RuntimeError(
                 f"training_step changed {shortened(found)}, which would depend on how many shares or learners a rank "
-                "runs; use a registered buffer (those of share 0 hold), trainer.global_step or self.log"
+                "runs, or a hook of a batch did; use a registered buffer (those of share 0 hold), trainer.global_step "
+                "or self.log"
             )
         rates = self._rates_now()
         if self._rates_left is not None and rates != self._rates_left:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+_OURS = {Path(__file__).parents[2] / folder for folder in ("trainer", "strategies", "callbacks")}
 INSTEAD = (
     "in a hook use whole ones, as in `with trainer.whole(module): ...`, module.grad_norm(), or gradient_clip_val to "
     "clip; for a step or an optimizer that needs them use strategy='ddp'"
@@ -42,6 +44,8 @@ _TRANSFORMED = ("In order to use an autograd.Function with functorch transforms"
 def explanation(error: BaseException, what: str) -> RuntimeError | None:
     """What to raise in place of an error of torch about sharded tensors in `what`; None for any other error."""
     text = str(error)
+    if error.__cause__ is not None and _is_ours(error):  # it quotes torch, and says what to do itself
+        return None
     if isinstance(error, AssertionError) and "does not support deepcopy" in text:
         return RuntimeError(
             f"{what} copies a module (copy.deepcopy) whose parameters are sharded over ranks; copy it in __init__ or "
@@ -90,6 +94,13 @@ def _came_through(error: BaseException, folder: str) -> bool:
     while trace is not None and folder not in trace.tb_frame.f_code.co_filename:
         trace = trace.tb_next
     return trace is not None
+
+
+def _is_ours(error: BaseException) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and not _OURS.isdisjoint(Path(trace.tb_frame.f_code.co_filename).parents)
 
 
 def within_step(strategy: str) -> RuntimeError:

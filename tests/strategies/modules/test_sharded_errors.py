@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lockstep.strategies.mesh.tensor_plan.first_call import FirstCall
 from lockstep.strategies.modules.sharded_errors import explanation
 
 
@@ -39,6 +40,20 @@ def test_what_torch_does_not_do_with_one_sharded_tensor_names_the_way_out(error:
 def test_other_errors_stay_as_they_are() -> None:
     assert explanation(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "OneNorm") is None
     assert explanation(KeyError("same mesh"), "OneNorm") is None
+
+
+def test_an_error_of_lockstep_that_quotes_torch_stays_as_it_is() -> None:
+    class Uncopied(torch.nn.Linear):
+        def __deepcopy__(self, memo: object) -> None:
+            raise RuntimeError("aten.mul.Tensor: got mixed torch.Tensor and DTensor")
+
+    with pytest.raises(
+        ValueError, match="with a copy, which cannot be made .*mixed torch.Tensor and DTensor"
+    ) as raised:
+        FirstCall(Uncopied(2, 2), "net", ["layer"])
+    assert explanation(raised.value, "configure_model") is None
+    cause = raised.value.__cause__
+    assert cause is not None and explanation(cause, "configure_model") is not None
 
 
 def test_transforms_of_sharded_layers_are_explained_but_not_those_of_others() -> None:

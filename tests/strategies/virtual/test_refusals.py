@@ -122,6 +122,16 @@ def test_steps_that_depend_on_the_shares_of_a_rank(step: Any, message: str) -> N
     assert torch.equal(module.layer.bias, before)
 
 
+class CountsInAHook(Toy):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.count = batch_idx + 1
+
+
+def test_what_a_hook_of_a_batch_sets_is_not_put_down_to_the_step_alone() -> None:
+    with pytest.raises(RuntimeError, match="changed count, which would .* a rank runs, or a hook of a batch did; use"):
+        fit(CountsInAHook())
+
+
 def test_manual_optimization() -> None:
     module = Toy()
     module.automatic_optimization = False
