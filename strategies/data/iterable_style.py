@@ -151,8 +151,11 @@ class Streamed(Source):
         """Let the dataset be as when it first began `epoch`: each validation of a run, and its sanity check, is one."""
         if epoch == self._began[0]:
             self.stateful.load_state_dict(deepcopy(self._began[1]))
-        else:
+            return
+        try:
             self._began = epoch, deepcopy(self.stateful.state_dict())
+        except Exception:  # it has a state from `__iter__` on, which then also begins it again
+            self._began = -1, None
 
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:

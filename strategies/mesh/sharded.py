@@ -102,7 +102,8 @@ class ShardedStrategy(ShardedOptimizers):
         if not whole:
             self.capabilities = replace(self.capabilities, refuses=UNRULED)
         if self.compressor is not None:
-            self.capabilities = replace(self.capabilities, bitwise=False, exact=False, refuses=REFUSES)
+            refuses = {**self.capabilities.refuses, **REFUSES}
+            self.capabilities = replace(self.capabilities, bitwise=False, exact=False, refuses=refuses)
         return chosen
 
     def data_size_of(self, num_ranks: int) -> int:

@@ -149,9 +149,10 @@ def kept_tensors(module: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 def put_tensors(module: nn.Module, kept: dict[str, dict[str, Tensor]]) -> None:
     """Give torchmetrics objects what `kept_tensors` found, if they still have the like of it."""
-    for name, own in kept_tensors(module).items():
+    metrics = torchmetrics_of(module) if kept else {}
+    for name, own in kept_tensors(module).items() if kept else ():
         for key in own.keys() & kept.get(name, {}).keys():
-            setattr(torchmetrics_of(module)[name], key, kept[name][key].to(own[key].device))
+            setattr(metrics[name], key, kept[name][key].to(own[key].device))
 
 
 def on_device_of(metric: Any, state: dict[str, Any]) -> dict[str, Any]:

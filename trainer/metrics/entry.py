@@ -68,9 +68,9 @@ class Entry:
         self.no_count: Any = ExactSum() if exact else 0.0
         self.given: tuple[Any, ...] | None = None  # the flags of `self.log` as they were given last
         self.metric: Any = None
-        self.by_hand: bool | None = (
-            False  # logged outside of batches: a rank's value weighs the samples that it has seen
-        )
+        # Whether it was logged outside of batches, where a rank's value weighs its samples; None: a checkpoint of old
+        # does not say.
+        self.by_hand: bool | None = False
         self.total: Tensor | None = None  # what tensors added since the last reduction, on their device
         self._number: Any = self.start
         self._waiting: list[tuple[Tensor, float]] = []

@@ -1,56 +1,77 @@
-"""Which metrics of a MetricCollection of torchmetrics share one state: what they count decides it, not the samples."""
+"""Which metrics of a MetricCollection of torchmetrics share one state: those that count the same, by any samples."""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from types import CodeType
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+_NOT_OF_USERS = ("torch", "torchmetrics")
+_CHECKS_ONLY = {"validate_args"}
+"""What `update` reads that changes no state."""
+
 
 def fix_groups(model: nn.Module) -> None:
-    """Form the compute groups of the collections in `model` that have none yet.
+    """Let the collections in `model` that form compute groups put metrics together only if they count the same.
 
     A collection forms them after its first update, of metrics whose states are equal by then. Two that count different
     things can be so by chance, the sooner the fewer samples a rank or slice has, and are then one for good. Here those
-    share a state whose `update` is the same function, with the same attributes to read.
+    share a state whose `update` is the same function too, with the same attributes to read.
     """
     collections = sys.modules.get("torchmetrics.collections")
     if collections is None:
         return
     for collection in model.modules():
-        if not isinstance(collection, collections.MetricCollection):
-            continue
-        if collection._enable_compute_groups is not True or collection._groups_checked:
-            continue
-        groups: list[list[str]] = []
-        for name, metric in collection._modules.items():
-            like = next((group for group in groups if _count_alike(collection._modules[group[0]], metric)), None)
-            groups.append([name]) if like is None else like.append(name)
-        collection._groups = dict(enumerate(groups))
-        collection._groups_checked = True
+        if isinstance(collection, collections.MetricCollection) and collection._enable_compute_groups is True:
+            collection._equal_metric_states = _count_alike
 
 
 def _count_alike(one: Any, other: Any) -> bool:
-    """Whether two metrics have the same state after the same updates, and have it now."""
-    if not one._defaults or one._defaults.keys() != other._defaults.keys() or one._modules or other._modules:
+    """Whether two metrics have the same state and, after the same updates, will."""
+    from torchmetrics import MetricCollection
+
+    return MetricCollection._equal_metric_states(one, other) and _update_alike(one, other)
+
+
+def _update_alike(one: Any, other: Any) -> bool:
+    if one._modules or other._modules or type(one).update is not type(other).update:
         return False
-    update = type(one).update
-    if update is not type(other).update or not hasattr(update, "__code__"):
-        return False
-    read, pending = set[str](), [update.__code__]
+    read, pending = set[str](), [type(one).update]
     while pending:
-        for name in _names(pending.pop()) - read:
+        function = inspect.unwrap(pending.pop())
+        if not isinstance(function, FunctionType):
+            return False
+        pending += _functions_in(function)
+        for name in _names(function.__code__) - read:
             read.add(name)
             mine = getattr(type(one), name, None)
             if mine is not getattr(type(other), name, None):
                 return False
-            pending += filter(None, [getattr(mine, "__code__", None)])
-    counted = {*one._defaults, "_update_count"}
+            mine = mine.fget if isinstance(mine, property) else mine
+            if isinstance(mine, FunctionType):
+                pending.append(mine)
+            used = function.__globals__.get(name)
+            if isinstance(used, FunctionType) and used.__module__.partition(".")[0] not in _NOT_OF_USERS:
+                pending.append(used)
     own, others = ({**vars(metric), **metric._buffers} for metric in (one, other))
-    return all(_same(own.get(name), others.get(name)) for name in counted | read & (own.keys() | others.keys()))
+    attributes = read & (own.keys() | others.keys()) - one._defaults.keys() - _CHECKS_ONLY
+    return all(_same(own.get(name), others.get(name)) for name in attributes)
+
+
+def _functions_in(function: FunctionType) -> Iterator[Callable[..., Any]]:
+    """Those that its closure has."""
+    for cell in function.__closure__ or ():
+        try:
+            found = cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+        if isinstance(found, FunctionType):
+            yield found
 
 
 def _names(code: CodeType) -> set[str]:

@@ -258,7 +258,7 @@ class MetricStore:
                 saved_count(e.count),
                 e.epoch_value,
                 e.epoch_count or e.seen,
-                bool(e.by_hand),
+                *([] if e.by_hand is None else [e.by_hand]),
             ]
             for e in self.entries.values()
         }

@@ -285,7 +285,7 @@ def training_step_of(module: Module) -> Callable:
 
 def step_function(fn: Callable, num_args: int) -> Callable:
     """`fn` itself where it takes the `num_args` positional arguments that the loop gives, else `Adapted`."""
-    if inspect.isgeneratorfunction(inspect.unwrap(fn)):
+    if inspect.isgeneratorfunction(fn):
         raise TypeError(
             f"{getattr(fn, '__qualname__', fn)} yields, so a call of it runs none of its lines; let it return what it "
             "yields, as a list"

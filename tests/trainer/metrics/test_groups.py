@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
+from torchmetrics import MeanSquaredError, Metric, MetricCollection
 from torchmetrics.classification import (
     BinaryAccuracy,
+    BinaryAUROC,
+    BinaryAveragePrecision,
     MulticlassAccuracy,
     MulticlassCohenKappa,
     MulticlassConfusionMatrix,
@@ -52,31 +54,90 @@ def test_metrics_that_are_alike_in_the_first_samples_stay_two(strategy: str, dev
     assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {"low": 1.0, "high": 0.25}
 
 
-def groups(**options: Any) -> list[set[str]]:
-    metrics = {
+def groups(metrics: dict[str, Metric], *given: Tensor, **options: Any) -> list[set[str]]:
+    """Those of several metrics, after an update."""
+    collection = MetricCollection(dict(metrics), **options)
+    fix_groups(nn.ModuleList([collection]))
+    collection.update(*given)
+    return [set(group) for group in collection.compute_groups.values() if len(group) > 1]
+
+
+RIGHT = torch.eye(3), torch.arange(3)
+
+
+def classification() -> dict[str, Metric]:
+    return {
         "accuracy": MulticlassAccuracy(3),
         "f1": MulticlassF1Score(3),
         "micro": MulticlassPrecision(3, average="micro"),
         "second": MulticlassAccuracy(3, top_k=2),
         "matrix": MulticlassConfusionMatrix(3),
         "kappa": MulticlassCohenKappa(3),
-        "mse": MeanSquaredError(),
-        "rmse": MeanSquaredError(squared=False),
-        "mean": MeanMetric(),
     }
-    collection = MetricCollection(metrics, **options)
-    fix_groups(nn.ModuleList([collection]))
-    return [set(group) for group in collection.compute_groups.values() if len(group) > 1]
 
 
 def test_metrics_that_count_the_same_share_a_state() -> None:
-    found = groups()
-    assert len(found) == 3 and all(
-        group in found for group in ({"accuracy", "f1"}, {"matrix", "kappa"}, {"mse", "rmse"})
-    )
+    assert groups(classification(), *RIGHT) == [{"accuracy", "f1"}, {"matrix", "kappa"}]
+    errors: dict[str, Metric] = {"mse": MeanSquaredError(), "rmse": MeanSquaredError(squared=False)}
+    assert groups(errors, torch.ones(3), torch.zeros(3)) == [{"mse", "rmse"}]
+    curves: dict[str, Metric] = {"auroc": BinaryAUROC(), "precision": BinaryAveragePrecision()}
+    assert groups(curves, torch.rand(3), torch.tensor([0, 1, 1])) == [{"auroc", "precision"}]
 
 
 def test_groups_that_the_user_chose_stay() -> None:
-    assert groups(compute_groups=False) == []
-    others = [["micro"], ["second"], ["matrix"], ["kappa"], ["mse"], ["rmse"], ["mean"]]
-    assert groups(compute_groups=[["accuracy", "f1"], *others]) == [{"accuracy", "f1"}]
+    assert groups(classification(), *RIGHT, compute_groups=False) == []
+    others = [["micro"], ["second"], ["matrix"], ["kappa"]]
+    assert groups(classification(), *RIGHT, compute_groups=[["accuracy", "f1"], *others]) == [{"accuracy", "f1"}]
+
+
+class Above(Metric):
+    """Counts values above a threshold, which `update` reads in one of several ways."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.threshold = threshold
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    @property
+    def bound(self) -> float:
+        return self.threshold
+
+    def compute(self) -> Tensor:
+        return self.total
+
+    def update(self, values: Tensor) -> None:
+        self.total += (values > self.threshold).sum()
+
+
+class Decorated(Above):
+    @torch.no_grad()
+    def update(self, values: Tensor) -> None:
+        self.total += (values > self.threshold).sum()
+
+
+class ByProperty(Above):
+    def update(self, values: Tensor) -> None:
+        self.total += (values > self.bound).sum()
+
+
+def count(metric: Above, values: Tensor) -> Tensor:
+    return (values > metric.threshold).sum()
+
+
+class ByFunction(Above):
+    def update(self, values: Tensor) -> None:
+        self.total += count(self, values)
+
+
+@pytest.mark.parametrize("kind", [Above, Decorated, ByProperty, ByFunction])
+def test_what_update_reads_tells_metrics_apart(kind: type[Above]) -> None:
+    assert groups({"low": kind(0.5), "high": kind(0.7)}, torch.tensor([0.9])) == []
+    assert groups({"one": kind(0.5), "other": kind(0.5)}, torch.tensor([0.9])) == [{"one", "other"}]
+
+
+def test_metrics_that_are_updated_one_by_one_share_no_state() -> None:
+    collection = MetricCollection({"first": BinaryAccuracy(), "second": BinaryAccuracy()})
+    fix_groups(nn.ModuleList([collection]))
+    collection.first.update(torch.tensor([1.0]), torch.tensor([0]))
+    collection.second.update(torch.tensor([1.0]), torch.tensor([1]))
+    assert {name: float(value) for name, value in collection.compute().items()} == {"first": 0.0, "second": 1.0}

@@ -535,3 +535,25 @@ def test_evaluation_needs_its_step_and_its_data() -> None:
         quiet().validate(nn.Linear(1, 1), loader(8))
     with pytest.raises(ValueError, match="a loader for predict is empty"):
         quiet().predict(Net(), DataLoader(TensorDataset(torch.zeros(0, 8))))
+
+
+class BeginsWhereItIsRead(IterableDataset[Any]):
+    """Has a state from `__iter__` on."""
+
+    def __iter__(self) -> Any:
+        self.i = 0
+        while self.i < 8:
+            self.i += 1
+            yield torch.ones(8), torch.tensor(self.i % 2)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"i": self.i}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.i = state["i"]
+
+
+def test_data_that_have_a_state_once_they_are_read_are_read_from_the_beginning() -> None:
+    run = quiet(max_epochs=2, num_sanity_val_steps=1)
+    run.fit(net(), *(DataLoader(BeginsWhereItIsRead(), 4) for _ in range(2)))
+    assert run.global_step == 4
