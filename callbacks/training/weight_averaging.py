@@ -237,7 +237,7 @@ class Averages(ParameterState):
             self.buffers.swap_in()
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError if a parameter or buffer is no longer the average that was put in its place."""
+        """Raise RuntimeError if a parameter or buffer differs from the average that replaced it."""
         what, instead = "weights were", ""
         if all(torch.equal(local(p), local(self._average[p]).to(p.dtype)) for p in self._training):
             changed = None if self.buffers is None else self.buffers.changed()
@@ -342,7 +342,7 @@ class BufferAverages:
             now[name].copy_(average)
 
     def changed(self) -> str | None:
-        """The first buffer that is no longer the average that was put in its place."""
+        """The first buffer that differs from the average that replaced it."""
         now = self._buffers()
         for name in self._training:
             if not torch.equal(now[name].nan_to_num(), self._average[name].to(now[name].dtype).nan_to_num()):

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -137,7 +137,7 @@ VARYING = ("cuda",)
 """Types of devices with kernels that add in an order that varies."""
 
 
-def may_differ(mesh: DeviceMesh | None) -> bool:
+def may_differ(mesh: DeviceMesh | None) -> TypeGuard[DeviceMesh]:
     """Whether the ranks of a tensor group, of which there are several, may compute the same to other bits."""
     return mesh is not None and mesh.device_type in VARYING and dict(_sizes_of(mesh)).get("tensor", 1) > 1
 

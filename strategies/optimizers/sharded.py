@@ -84,7 +84,7 @@ class ShardedOptimizers(SPMDStrategy):
         """Let the ranks of a tensor group step alike what each holds whole. Every rank calls it."""
         if steps.may_differ(self._mesh):
             self._compare(wrapped)
-            steps.align(parameters, self._mesh)  # type: ignore[arg-type]
+            steps.align(parameters, self._mesh)
 
     def _compare(self, wrapped: nn.Module) -> None:
         if not self._compared:
