@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 PRECISIONS = {
     # name: (dtype of parameters and inputs, dtype of autocast)
@@ -41,6 +44,61 @@ def dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if tensor.is_floating_point() else tensor.dtype
 
 
+class LossScaler(torch.amp.GradScaler):
+    """Torch's, which knows what the running step has done with it."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type)
+        self._used = False
+        self._unscaled: set[int] = set()
+        self._skipped: Callable[[], str | None] | None = None
+        self._steps_on_host = False
+
+    def watch(self, optimizers: Iterable[Optimizer], on_host: bool) -> None:
+        """Learn from these whether they skip a step; `on_host` if they step parameters there, of a model on a GPU."""
+        self._steps_on_host = on_host
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._mark_step)
+
+    def end_step(self) -> None:
+        """Adapt the scale to the steps since the last call. Before a scale is used or saved."""
+        if self._used:
+            self.update()
+            self._unscaled.clear()
+            self._used = False
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether gradients are without the scale."""
+        return bool(self._unscaled)
+
+    def unscale_once(self, optimizer: Optimizer, has_gradients: bool) -> bool:
+        """Divide the gradients of `optimizer` by the scale, once in a step. False if it has none on any rank."""
+        if has_gradients and id(optimizer) not in self._unscaled:
+            self.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+        return id(optimizer) in self._unscaled
+
+    def has_stepped(self, optimizer: Optimizer) -> bool:
+        """Step unless a gradient is not finite; whether `optimizer` was called. One that gets `found_inf` may skip the
+        step by itself, on the device, and then it has not."""
+        self._skipped = None
+        self.step(optimizer)
+        self._used = True
+        return self._skipped is not None and self._skipped() is None
+
+    def _mark_step(self, optimizer: Any, *_: Any) -> None:
+        from lockstep.strategies.modules import finite
+
+        found = getattr(optimizer, "found_inf", None)
+        if found is None:
+            self._skipped = lambda: None
+            return
+        if self._steps_on_host:  # torch would copy it beside the host, which reads it at once
+            found = optimizer.found_inf = found.cpu()
+        self._skipped = finite.later(found)
+
+
 class Precision:
     """One row of `PRECISIONS`, with the gradient scaler that "16-mixed" needs (its state is saved)."""
 
@@ -56,7 +114,7 @@ class Precision:
             )
         self.name = name
         self.dtype, self.autocast_dtype = PRECISIONS[name]
-        self.scaler: torch.amp.GradScaler | None = None
+        self.scaler: LossScaler | None = None
         self._outer_dtype: torch.dtype | None = None
         self._outer_products: str | None = None
 
@@ -69,7 +127,7 @@ class Precision:
             self._outer_products = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision("high")
         if self.autocast_dtype == torch.float16:
-            self.scaler = torch.amp.GradScaler(device.type)
+            self.scaler = LossScaler(device.type)
 
     def teardown(self) -> None:
         """Undo `setup`. Idempotent."""

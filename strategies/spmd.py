@@ -203,8 +203,7 @@ class SPMDStrategy(SPMDStep):
             self._agreement.close()
         self._agreement, self._edits = None, UserEdits()
         forget_casts()
-        self._scaler_used = self._looks = self._steps_on_host = False
-        self._unscaled.clear()
+        self._looks = self._steps_on_host = False
         self._non_finite, self._watched, self._copies, self._trained_by = None, [], None, ()
         self._step_hooks = NO_HOOKS
         if self._changes is not None:
@@ -239,14 +238,13 @@ class SPMDStrategy(SPMDStep):
     def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         if len(optimizers) > 1:
             self._refuse("several_optimizers")
-        if self.precision.scaler is not None:
-            for optimizer in optimizers.values():
-                optimizer.register_step_pre_hook(self._mark_step)
         if self.topology.device.type == "cuda":
             for optimizer in optimizers.values():
                 fuse(optimizer)
                 parameters = (p for group in optimizer.param_groups for p in group["params"])
                 self._steps_on_host |= any(p.device.type == "cpu" for p in parameters)
+        if self.precision.scaler is not None:
+            self.precision.scaler.watch(optimizers.values(), self._steps_on_host)
         # Walking through the modules in each step would cost more than the check of the gradients.
         self._watched = list(wrapped.parameters())
         self._watch_changes(wrapped)
@@ -338,9 +336,8 @@ class SPMDStrategy(SPMDStep):
             state = self._gather_state(wrapped, optimizers, self.local_shard, self._writes_owned)
             self._save_both(wrapped, optimizers, state, for_now)
         if self.precision.scaler is not None:
-            if self._scaler_used:
-                self._update_scaler()
-            if self._looks and self._unscaled and optimizers:
+            self.precision.scaler.end_step()
+            if self._looks and self.precision.scaler.is_within_step and optimizers:
                 raise RuntimeError(
                     "a checkpoint was to be saved between clip_gradients and optimizer.step of manual optimization, "
                     "but precision='16-mixed' has taken its scale out of these gradients, which a checkpoint does not "

@@ -47,9 +47,6 @@ class SPMDStep(ManualOptimization):
         self._found = self._one = torch.zeros(())
         self._copies: torch.cuda.Stream | None = None
         """The stream on which batches come to a GPU, beside what that still computes of the step before."""
-        self._scaler_used = False
-        self._skipped: Callable[[], str | None] | None = None
-        self._unscaled: set[int] = set()
         self._steps_on_host = False
         self._looks = False
         self._non_finite: Tensor | None = None
@@ -72,8 +69,8 @@ class SPMDStep(ManualOptimization):
         self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
         self._step_hooks, self._looks = hooks, not hooks.automatic
-        if self._scaler_used:
-            self._update_scaler()
+        if self.precision.scaler is not None:
+            self.precision.scaler.end_step()
         if not hooks.automatic:
             return self._run_manual(wrapped, step_fn, window, hooks)
         last, alone = len(window.micro_batches) - 1, len(window.micro_batches) == 1 == self.topology.data_size
@@ -180,19 +177,24 @@ class SPMDStep(ManualOptimization):
 
     def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
         self._refuse("manual_optimization")
-        if self._scaler_used:
-            self._update_scaler()
-        loss = loss if weight == 1.0 else loss * weight
-        loss = loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
+        loss = self._scaled(loss, weight)
         with self._one_backward(wrapped):
             loss.backward(retain_graph=retain_graph)
+
+    def _scaled(self, loss: Tensor, weight: float) -> Tensor:
+        """Manual optimization: what backward begins with."""
+        loss = loss if weight == 1.0 else loss * weight
+        if self.precision.scaler is None:
+            return loss
+        self.precision.scaler.end_step()
+        return self.precision.scaler.scale(loss)
 
     def clip_gradients(
         self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
-        if self.precision.scaler is not None:
-            self._unscale(optimizer)
         parameters = self._in_model_order(optimizer)
+        if self.precision.scaler is not None:
+            self.precision.scaler.unscale_once(optimizer, self.cuts_gradients or bool(parameters))
         if algorithm == "norm":
             return torch.nn.utils.clip_grad_norm_(parameters, value)
         collectives.clip_values(parameters, value)
@@ -222,13 +224,10 @@ class SPMDStep(ManualOptimization):
                 "precision='16-mixed' scales gradients, and an optimizer that takes a closure would step with scaled "
                 "ones; use 'bf16-mixed'"
             )
-        if not self._unscale(optimizer):
-            optimizer.step()  # the scaler would raise
-            return True
-        self._skipped = None
-        self.precision.scaler.step(optimizer)
-        self._scaler_used = True
-        return self._skipped is not None and self._skipped() is None
+        if self.precision.scaler.unscale_once(optimizer, self.cuts_gradients or bool(self._in_model_order(optimizer))):
+            return self.precision.scaler.has_stepped(optimizer)
+        optimizer.step()  # the scaler would raise
+        return True
 
     # ---- helpers -----------------------------------------------------------------------------------
 
@@ -281,17 +280,24 @@ class SPMDStep(ManualOptimization):
                 # the copy to the host and the optimizer read it later
                 self._non_finite, self._found = found, torch.zeros_like(found)
                 return result._replace(later=finite.later(found, functools.partial(self._drop_gradients, wrapped)))
-            bad = bool(found)
-            first = self._agreement.first_rank(bad) if self._agreement is not None else 0 if bad else None
-            if first is None:
+            is_bad = bool(found)
+            name = self._name_of_first(wrapped, is_bad) if is_bad or self._agreement is not None else None
+            if name is None:
                 return result
             self._found.zero_()
-            name = finite.name(self.unwrap(wrapped)) if self.topology.rank == first or self._agreement is None else None
-            if self._agreement is not None:
-                name = collectives.broadcast(name, first, self._peers)
             result = result._replace(non_finite=name)
         self._drop_gradients(wrapped)
         return result
+
+    def _name_of_first(self, wrapped: nn.Module, is_bad: bool) -> str | None:
+        """The parameter whose gradient is not finite on the first rank that says so. Every rank calls it."""
+        if self._agreement is None:
+            return finite.name(self.unwrap(wrapped))
+        first = self._agreement.first_rank(is_bad)
+        if first is None:
+            return None
+        name = finite.name(self.unwrap(wrapped)) if self.topology.rank == first else None
+        return collectives.broadcast(name, first, self._peers)
 
     def _send(self, send: Callable[[float, bool, float], None], count: float, total: float) -> None:
         """Tell the other ranks what this one has computed; the sum of its losses is not known on accelerators."""
@@ -312,28 +318,6 @@ class SPMDStep(ManualOptimization):
         own = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         ordered = [parameter for p in self._watched if (parameter := own.pop(id(p), None)) is not None]
         return ordered + list(own.values())
-
-    def _update_scaler(self) -> None:
-        self.precision.scaler.update()  # type: ignore[union-attr]
-        self._unscaled.clear()
-        self._scaler_used = False
-
-    def _unscale(self, optimizer: Optimizer) -> bool:
-        """Divide the gradients of `optimizer` by the scale, once in a step. False if it has none on any rank."""
-        if id(optimizer) not in self._unscaled and (self.cuts_gradients or self._in_model_order(optimizer)):
-            self.precision.scaler.unscale_(optimizer)  # type: ignore[union-attr]
-            self._unscaled.add(id(optimizer))
-        return id(optimizer) in self._unscaled
-
-    def _mark_step(self, optimizer: Any, *_: Any) -> None:
-        """Loss scaling steps `optimizer`. One that gets `found_inf` may skip the step by itself, on the device."""
-        found = getattr(optimizer, "found_inf", None)
-        if found is None:
-            self._skipped = lambda: None
-            return
-        if self._steps_on_host:  # torch would copy it beside the host, which reads it at once
-            found = optimizer.found_inf = found.cpu()
-        self._skipped = finite.later(found)
 
 
 def weighted_losses(

@@ -135,8 +135,8 @@ class DataParallel(SPMDStrategy):
         return self._in_slices(wrapped, step_fn, window, hooks)
 
     def _in_slices(self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks) -> StepResult:
-        if self._scaler_used:
-            self._update_scaler()
+        if self.precision.scaler is not None:
+            self.precision.scaler.end_step()
         check_hooks(wrapped)
         if not environment.in_plan():
             refuse_contexts("the threads of strategy 'dp'")

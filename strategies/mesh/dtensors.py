@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from lockstep.strategies.checkpoint_state import Reader, TensorShard, Whole
+from lockstep.strategies.precision import LossScaler
 from lockstep.strategies.sync.collectives import local
 
 
@@ -153,7 +154,7 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or bool(one == other)
 
 
-class ShardedScaler(torch.amp.GradScaler):
+class ShardedScaler(LossScaler):
     """Loss scaling by which all ranks skip the same steps, each having checked its own shards."""
 
     def _unscale_grads_(

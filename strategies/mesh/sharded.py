@@ -249,10 +249,7 @@ class ShardedStrategy(ShardedOptimizers):
     def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
         if retain_graph:
             raise RuntimeError("retain_graph=True: sharded parameters are freed after backward; add the losses up")
-        if self._scaler_used:
-            self._update_scaler()
-        loss = loss if weight == 1.0 else loss * weight
-        loss = loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
+        loss = self._scaled(loss, weight)
         wrapped.synchronize(True)  # type: ignore[operator]
         with self._one_backward(wrapped):
             wrapped(lambda: loss).backward()  # through the root, which frees and exchanges once the walk is over

@@ -52,7 +52,7 @@ class ShardedOptimizers(SPMDStrategy):
         from lockstep.strategies.mesh import dtensors
 
         if self.precision.scaler is not None:
-            self._unscale(optimizer)
+            self.precision.scaler.unscale_once(optimizer, True)
         gradients = dtensors.by_groups([p for group in optimizer.param_groups for p in group["params"]])
         if algorithm == "norm":
             return clip_by_norm(gradients, value, self.topology.device)
