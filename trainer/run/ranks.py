@@ -34,35 +34,58 @@ def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str |
     before, streams = run.log_dir, rng_state()
     run.module, run.stage = module, "fit"
     ahead.check(run, module, sources, "fit", resumes=ckpt_path is not None)
-    skipped: set[Any] = set()
-    first: str | None = None
-    of_others: set[Any] = set()
-
-    def choose() -> None:
-        """Here, so that every attempt has the same folder."""
-        nonlocal first, of_others
-        run.log_dir = before
-        choice = start.checked_choice(start.choose(run, ckpt_path, skipped))
-        run.log_dir, first = choice["log_dir"], choice["checkpoint"]
-        of_others = store.present(saving.folder_of(run))
-
-    def newest(number: int) -> str | None:
-        if not number or not run.log_dir or run.checkpoint_callback is None:
-            return first
-        with suppress(WeightsOnlyError):
-            found = store.newest(saving.folder_of(run), of_others | skipped, opens=partial(start.resumable, run))
-            return str(found) if found else first
-        return first
-
-    choose()
+    attempts = _Attempts(run, (module, sources), streams, ckpt_path)
     run.begun = True
+    try:
+        result = restart.keep_going(
+            attempts.launch,
+            run.arguments.max_restarts,
+            name=lambda number: attempts.begins_from(number) or "the beginning",
+        )
+    except BaseException:
+        run.log_dir = before
+        raise
+    _adopt(run, module, result)
 
-    def attempt(number: int) -> dict[str, Any]:
+
+class _Attempts:
+    """The launches of one run. All have the same folder, which is chosen here."""
+
+    def __init__(
+        self, run: RunState, trained: tuple[Module, Sources], streams: dict[str, Any], ckpt_path: str | None
+    ) -> None:
+        self._run, self._trained, self._streams, self._ckpt_path = run, trained, streams, ckpt_path
+        self._log_dir = run.log_dir
+        self._skipped: set[Any] = set()
+        """Checkpoints that cannot be resumed."""
+        self._choose()
+
+    def _choose(self) -> None:
+        run = self._run
+        run.log_dir = self._log_dir
+        choice = start.checked_choice(start.choose(run, self._ckpt_path, self._skipped))
+        run.log_dir, self._first = choice["log_dir"], choice["checkpoint"]
+        self._of_others = store.present(saving.folder_of(run))
+
+    def begins_from(self, number: int) -> str | None:
+        """The checkpoint that an attempt resumes: the newest of this run, or what the first one began with."""
+        run = self._run
+        if not number or not run.log_dir or run.checkpoint_callback is None:
+            return self._first
+        with suppress(WeightsOnlyError):
+            of_others = self._of_others | self._skipped
+            found = store.newest(saving.folder_of(run), of_others, opens=partial(start.resumable, run))
+            return str(found) if found else self._first
+        return self._first
+
+    def launch(self, number: int) -> dict[str, Any]:
+        """What rank 0 brings back. A checkpoint that the ranks find unusable is skipped, and another one tried."""
+        run, (module, sources) = self._run, self._trained
         while True:
-            begins_from = newest(number)
+            checkpoint = self.begins_from(number)
             for logger in run.loggers if number else ():  # ranks of an attempt before have written it
                 logger.forget_held()
-            work = (run, "fit", module, sources, begins_from, streams)
+            work = (run, "fit", module, sources, checkpoint, self._streams)
             try:
                 if run.strategy.starts_ranks:
                     return run.strategy.launch(_on_rank, *work)
@@ -73,21 +96,12 @@ def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str |
                         conclude(Path(run.log_dir), error)
                     raise
                 unusable = UnusableCheckpointError(str(error))
-            if begins_from == first and not start.searches(ckpt_path):
+            if checkpoint == self._first and not start.searches(self._ckpt_path):
                 run.begun = number > 0
                 raise unusable  # as one that this process finds: nothing has happened on ranks that would help
-            store.skip(str(begins_from), unusable, skipped)
-            if begins_from == first:
-                choose()
-
-    try:
-        result = restart.keep_going(
-            attempt, run.arguments.max_restarts, name=lambda number: newest(number) or "the beginning"
-        )
-    except BaseException:
-        run.log_dir = before
-        raise
-    _adopt(run, module, result)
+            store.skip(str(checkpoint), unusable, self._skipped)
+            if checkpoint == self._first:
+                self._choose()
 
 
 def launch_evaluation(run: RunState, stage: str, module: Module, sources: Sources, ckpt_path: str | None) -> Any:
