@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
@@ -78,35 +78,52 @@ def find(model: nn.Module, size: int, plan: Plan) -> None:
         plan.left += [dot + child for child, layer in module.named_children() if is_altered(layer)]
         if isinstance(module, nn.Sequential):
             _find_pairs(dot, module, tied, plan)
-            continue
-        if any(map(has_hooks, inside(module))):
-            continue  # they may read what the layers of a group hand to each other
-        attention = [[child for child in linear if child in names] for names in ATTENTION]
-        heads = (
-            _heads(dot, module, linear, [names[0] for names in attention], size)
-            if all(len(names) == 1 for names in attention)
-            else None
-        )
-        if heads is not None:
-            q, k, v, o = (names[0] for names in attention)
-            plan.styles |= {dot + q: "column", dot + k: "column", dot + v: "column", dot + o: "row"}
-            plan.heads[name] = heads
-            plan.checked.setdefault(name, []).extend(dot + child for child in (q, k, v, o))
-        taken = {names[0] for names in attention} if heads is not None else set()
-        up, down = ([child for child in linear if child in names and child not in taken] for names in (UP, DOWN))
-        others = [  # such as an adapter in the place of a layer
-            child
-            for child, layer in module.named_children()
-            if child in UP | DOWN and child not in linear and next(layer.parameters(), None) is not None
-        ]
-        if (
-            up
-            and len(down) == 1
-            and not others
-            and all(out_features(linear[child]) == in_features(linear[down[0]]) for child in up)
-        ):
-            plan.styles |= {dot + child: "column" for child in up} | {dot + down[0]: "row"}
-            plan.checked.setdefault(name, []).extend(dot + child for child in (*up, *down))
+        elif not any(map(has_hooks, inside(module))):  # they may read what the layers of a group hand to each other
+            taken = _find_attention(dot, module, linear, size, plan)
+            _find_perceptron(dot, module, linear, taken, plan)
+    _find_others(named, size, plan)
+
+
+def _find_attention(
+    dot: str, module: nn.Module, linear: Mapping[str, nn.Module], size: int, plan: Plan
+) -> Collection[str]:
+    """The four projections of an attention layer, cut by heads; returns their names."""
+    found = [[child for child in linear if child in names] for names in ATTENTION]
+    if any(len(names) != 1 for names in found):
+        return ()
+    q, k, v, o = names = [names[0] for names in found]
+    heads = _heads(dot, module, linear, names, size)
+    if heads is None:
+        return ()
+    _cut(dot, (q, k, v), o, plan)
+    plan.heads[dot.removesuffix(".")] = heads
+    return names
+
+
+def _find_perceptron(
+    dot: str, module: nn.Module, linear: Mapping[str, nn.Module], taken: Collection[str], plan: Plan
+) -> None:
+    """The layers before and the one after an activation."""
+    up, down = ([child for child in linear if child in names and child not in taken] for names in (UP, DOWN))
+    others = [  # such as an adapter in the place of a layer
+        child
+        for child, layer in module.named_children()
+        if child in UP | DOWN and child not in linear and next(layer.parameters(), None) is not None
+    ]
+    if not up or len(down) != 1 or others:
+        return
+    if all(out_features(linear[child]) == in_features(linear[down[0]]) for child in up):
+        _cut(dot, up, down[0], plan)
+
+
+def _cut(dot: str, columns: Collection[str], row: str, plan: Plan) -> None:
+    """Cut layers by what they give, and the one that takes it by what it takes."""
+    plan.styles |= {dot + child: "column" for child in columns} | {dot + row: "row"}
+    plan.checked.setdefault(dot.removesuffix("."), []).extend(dot + child for child in (*columns, row))
+
+
+def _find_others(named: Mapping[str, nn.Module], size: int, plan: Plan) -> None:
+    """Layers that are cut each by itself: where no others were found, all that are plain."""
     by_itself = is_transposed if plan.styles else is_plain  # what GPT-2's attention is made of
     for name, module in named.items():
         if by_itself(module) and is_plain(module) and name not in plan.styles and not is_altered(module):
