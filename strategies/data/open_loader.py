@@ -6,6 +6,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
@@ -161,42 +162,25 @@ class Combined(Source):
                 "its own; resume a checkpoint of the end of an epoch"
             )
         first = self._units_before(epoch, start) if start else 0
-        a_window = share.ranks * share.accumulate
-
-        def place(unit: int) -> tuple[int, int, int]:
-            """Its number in its window, the rank that gets it, and how many ranks get one with it."""
-            inside = (unit - first) % a_window
-            rank = inside % share.size
-            left = a_window - inside + rank
-            return inside, rank, min(share.size, left if end is None else min(left, end - unit + rank))
-
-        def fetches(unit: int) -> int:
-            _, rank, num_ranks = place(unit)
-            if unit < first:
-                return 0
-            pads = (rank == 0 and share.rank >= num_ranks) or (self._length is None and unit == first)
-            return _OWN if rank == share.rank else _PADDING * pads
-
+        places = _Places(share, first, end, self._length is not None)
         mine, num_samples, all_samples = None, 0, 0
         asked: list[tuple[Source, Any, int]] = []
         inside, open_ = 0, False
-        for unit, (batch, its_parts) in enumerate(
-            islice(self._units(epoch, end, fetches), first, end if end is None else max(first, end)), first
-        ):
-            inside, rank, num_ranks = place(unit)
+        units = self._units(epoch, end, places.fetches)
+        for unit, (batch, its_parts) in enumerate(islice(units, first, end if end is None else max(first, end)), first):
+            inside, rank, num_ranks = places.of(unit)
             its_samples = sum(number for _, _, number in its_parts)
             all_samples += its_samples
-            if fetches(unit):
+            if places.fetches(unit):
                 mine, num_samples, asked = batch, its_samples if rank == share.rank else 0, its_parts
             open_ = rank + 1 < num_ranks
             if not open_:
-                closes = -(-(inside + 1) // share.ranks) if inside + 1 == a_window or unit + 1 == end else 0
                 self._note(asked)
-                yield mine, num_samples, all_samples, closes
+                yield mine, num_samples, all_samples, places.closes(unit)
                 num_samples = all_samples = 0
         if open_:
             self._note(asked)
-            yield mine, num_samples, all_samples, -(-(inside + 1) // share.ranks)
+            yield mine, num_samples, all_samples, places.micro_batches_to(inside)
 
     def _note(self, asked: list[tuple[Source, Any, int]]) -> None:
         """Note of what the unit is that is about to be given."""
@@ -262,6 +246,46 @@ class Combined(Source):
                 batches[name] = item[0]
                 parts.append((self._sources[name], *item))
             yield combined.together(batches), parts
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the units of an epoch go, from the `first` that is read to the `end`; without one it is found by
+    reading."""
+
+    share: Share
+    first: int
+    end: int | None
+    length_is_known: bool
+
+    @property
+    def _window(self) -> int:
+        return self.share.ranks * self.share.accumulate
+
+    def of(self, unit: int) -> tuple[int, int, int]:
+        """Its number in its window, the rank that gets it, and how many ranks get one with it."""
+        inside = (unit - self.first) % self._window
+        rank = inside % self.share.size
+        left = self._window - inside + rank
+        return inside, rank, min(self.share.size, left if self.end is None else min(left, self.end - unit + rank))
+
+    def fetches(self, unit: int) -> int:
+        """Whether this rank does, and what for."""
+        if unit < self.first:
+            return 0
+        _, rank, num_ranks = self.of(unit)
+        if rank == self.share.rank:
+            return _OWN
+        pads = (rank == 0 and self.share.rank >= num_ranks) or (not self.length_is_known and unit == self.first)
+        return _PADDING if pads else 0
+
+    def closes(self, unit: int) -> int:
+        """How many micro-batches the window has that ends with this unit; 0 if it does not."""
+        inside, _, _ = self.of(unit)
+        return self.micro_batches_to(inside) if inside + 1 == self._window or unit + 1 == self.end else 0
+
+    def micro_batches_to(self, inside: int) -> int:
+        return -(-(inside + 1) // self.share.ranks)
 
 
 def _numbered(

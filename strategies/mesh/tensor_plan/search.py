@@ -87,7 +87,7 @@ def find(model: nn.Module, size: int, plan: Plan) -> None:
 def _find_attention(
     dot: str, module: nn.Module, linear: Mapping[str, nn.Module], size: int, plan: Plan
 ) -> Collection[str]:
-    """The four projections of an attention layer, cut by heads; returns their names."""
+    """The four projections of an attention layer, sharded over heads; returns their names."""
     found = [[child for child in linear if child in names] for names in ATTENTION]
     if any(len(names) != 1 for names in found):
         return ()
