@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lockstep.strategies.data.combined import CombinedLoader
 from lockstep.strategies.data.iterable_style import Streamed
 from lockstep.strategies.data.map_style import Indexed
+from lockstep.strategies.data.order import SamplerState
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.randomness import Randomness
-from lockstep.strategies.data.sampler_state import SamplerState
 from lockstep.strategies.data.source import Factory, Piece, Share, Source, cannot_share
 from lockstep.strategies.data.workers import keep
 
@@ -302,7 +302,7 @@ def _numbered(
 
     def look_ahead() -> bool:
         for number, (indices, position, num_samples, *_) in tasks:
-            known.append((fetches(number), num_samples, source.hashed))
+            known.append((fetches(number), num_samples, source.sample_order.hashed))
             if known[-1][0]:
                 to_fetch.append((epoch, position, indices))
             return True

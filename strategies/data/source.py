@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, product
 from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader, default_collate
@@ -236,3 +237,55 @@ def bounds(length: int, part: int, parts: int) -> tuple[int, int]:
 def parts_within(samples: int, length: int, parts: int) -> int:
     """How many of `parts` pieces end within the first `samples` of `length`."""
     return sum(bounds(length, part, parts)[1] <= samples for part in range(parts))
+
+
+def cut(units: Iterator[Sequence[Any]], position: int, share: Share, size: int) -> Iterator[Task]:
+    """What this rank reads of each unit; `size`: samples of a batch of all ranks."""
+    most = share.num_parts() if share.planned else share.accumulate if share.split else 1
+    for number, unit in enumerate(units, 1):
+        parts = min(most, len(unit))
+        for part in range(parts):
+            begin, end = bounds(len(unit), part, parts)
+            closes = 0
+            if share.planned or share.split:
+                closes = (-(-len(unit) // size) if share.planned else parts) if part + 1 == parts else 0
+            elif number % share.accumulate == 0:
+                closes = share.accumulate
+            for own in share.own:
+                first, last = share.bounds(end - begin, own)
+                mine = unit[begin + first : begin + last] or unit[begin : begin + 1]
+                ends = own == share.own[-1]
+                counted, closing = (end - begin, closes) if ends else (0, 0)
+                yield mine, position + begin + first, last - first, counted, closing
+        position += len(unit)
+
+
+def cut_in_groups(units: Iterator[Sequence[Any]], position: int, share: Share, size: int) -> Iterator[Task]:
+    """Planned windows, in which a group of ranks keeps what it has of each planned micro-batch."""
+    parts = -(-share.planned // share.size)
+    for unit in units:
+        for begin in range(0, len(unit), size):
+            length, closes = min(size, len(unit) - begin), -(-len(unit) // size)
+            for part, own in product(range(parts), share.own):
+                first, last = share.bounds(length, own, part, parts)
+                mine = unit[begin + first : begin + last] or unit[begin : begin + 1]
+                ends = part + 1 == parts and own == share.own[-1]
+                closing = closes if ends and begin + length == len(unit) else 0
+                yield mine, position + begin + first, last - first, length if ends else 0, closing
+        position += len(unit)
+
+
+def deal(batches: Iterator[list[Any]], position: int, share: Share) -> Iterator[Task]:
+    """What this rank reads of batches of which each goes to one rank, in turn."""
+    while window := list(islice(batches, share.ranks * share.accumulate)):
+        for begin in range(0, len(window), share.size):
+            dealt = window[begin : begin + share.size]
+            sizes = [len(batch) for batch in dealt]
+            closes = -(-len(window) // share.ranks) if begin + share.size >= len(window) else 0
+            for own in share.own:
+                counted, closing = (sum(sizes), closes) if own == share.own[-1] else (0, 0)
+                if own < len(dealt):
+                    yield dealt[own], position + sum(sizes[:own]), sizes[own], counted, closing
+                else:
+                    yield dealt[0][:1], position, 0, counted, closing
+            position += sum(sizes)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.strategies.data.combined import CombinedLoader, is_nested, is_several
-from lockstep.strategies.data.sampler_state import other_indices
+from lockstep.strategies.data.order import other_indices
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.trainer.seeding import derive
 

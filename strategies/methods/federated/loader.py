@@ -125,13 +125,13 @@ class FederatedLoader(ShardedLoader):
         super().__init__(loader, rank=0, size=1, seed=seed, accumulate=accumulate, virtual=(0,))
         source = self._source
         assert isinstance(source, Indexed)
-        if source.batch_size is None or source._sampler is not None:
+        if source.batch_size is None or source.stateful is not None:
             raise ValueError(
                 f"Federated draws each client's samples itself, so it needs a DataLoader with a batch_size and without "
                 f"a sampler of its own, but {name_of(loader)} has {name_of(loader.batch_sampler or loader.sampler)} of "
                 f"{name_of(loader.sampler)}; use shuffle=True"
             )
-        if source._drop_last:
+        if source.sample_order.drop_last:
             raise ValueError(
                 "drop_last=True would drop all of a client with fewer samples than batch_size; use drop_last=False "
                 "with Federated"
@@ -195,7 +195,7 @@ class FederatedLoader(ShardedLoader):
         for epoch in range(self._local_epochs):
             own = mix(seed, epoch)
             order = samples
-            if self._indexed._shuffled:
+            if self._indexed.sample_order.shuffled:
                 order = samples[Permutation(len(samples), own).take(np.arange(len(samples)))]
             keys = [(own, begin, order[begin : begin + size].tolist()) for begin in range(0, len(order), size)]
             batches: list[MicroBatch] = [ClientBatch(reader.add(key), len(key[2])) for key in keys]

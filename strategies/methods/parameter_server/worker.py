@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.base import StepFn, StepHooks
-from lockstep.strategies.data.sampler_state import other_indices
+from lockstep.strategies.data.order import other_indices
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import fault_injection
 from lockstep.strategies.losses import detach

@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler, default_collate
 
 from lockstep.strategies import DDP, LocalSGD, ParameterServer
-from lockstep.strategies.data.sampler_state import hash_of
+from lockstep.strategies.data.order import hash_of
 from tests.trainer.toy import Net, data, distance, net, quiet, weights
 
 pytestmark = pytest.mark.ranks
