@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from lockstep.strategies.base import Strategy
-from lockstep.strategies.mesh.mesh import devices_of, parse
+from lockstep.strategies.mesh.mesh import parse
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.mesh.sharded import ShardedStrategy
 from lockstep.strategies.modules.blocks import Rule
@@ -65,14 +64,3 @@ class MeshParallel(ShardedStrategy):
     @property
     def axes(self) -> Mapping[str, int | None]:
         return self._parsed
-
-    def configure(
-        self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
-    ) -> Strategy:
-        chosen = super().configure(
-            devices=devices_of(self._parsed, devices, num_nodes),
-            accelerator=accelerator,
-            num_nodes=num_nodes,
-            precision=precision,
-        )
-        return chosen

@@ -21,7 +21,7 @@ from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.process_group import new_mesh
 from lockstep.strategies.mesh import mixed_tensors, steps
-from lockstep.strategies.mesh.mesh import resolve
+from lockstep.strategies.mesh.mesh import devices_of, resolve
 from lockstep.strategies.mesh.options import UNRULED, Options
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import changed_within_window, partial_gradient, refuse_sparse, shortened
@@ -91,19 +91,18 @@ class ShardedStrategy(ShardedOptimizers):
     ) -> Strategy:
         if self.compressor is not None:
             steps.check_compressible(self.axes, self.options)
+        devices = devices_of(self.axes, devices, num_nodes)
         chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
         world = environment.detect()
         sizes = resolve(self.axes, world.world_size if world is not None else self.num_devices)
         self._sizes = {name: size for name, size in sizes.items() if size > 1 or max(sizes.values()) == 1}
         whole = "tensor" not in self._sizes  # else, on torch 2.13, a symbolic size of a DTensor refers to itself
+        refuses = {} if whole else UNRULED
         self.capabilities = Capabilities(
-            bitwise=whole, dynamic_shapes=whole, preserves_memory_format=False, builds_on_meta=True
+            bitwise=whole, dynamic_shapes=whole, preserves_memory_format=False, builds_on_meta=True, refuses=refuses
         )
-        if not whole:
-            self.capabilities = replace(self.capabilities, refuses=UNRULED)
         if self.compressor is not None:
-            refuses = {**self.capabilities.refuses, **REFUSES}
-            self.capabilities = replace(self.capabilities, bitwise=False, exact=False, refuses=refuses)
+            self.capabilities = replace(self.capabilities, bitwise=False, exact=False, refuses={**refuses, **REFUSES})
         return chosen
 
     def data_size_of(self, num_ranks: int) -> int:

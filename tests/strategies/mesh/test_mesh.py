@@ -84,6 +84,8 @@ def test_the_mesh_that_an_error_offers_fits(sizes: dict[str, int], ranks: int) -
 def test_a_mesh_is_named_as_a_strategy() -> None:
     strategy, _ = build("tensor=2,fsdp=2", accelerator="cpu")
     assert isinstance(strategy, MeshParallel) and strategy.starts_ranks, "its sizes say how many ranks to start"
+    strategy, _ = build("ddp=2,fsdp=2", accelerator="cpu", virtual_ranks=4)
+    assert strategy.starts_ranks and strategy.expected_topology.world_size == 4, "with virtual ranks too"
     strategy, _ = build("fsdp,tensor=2", devices=4, accelerator="cpu")
     assert strategy._sizes == {"fsdp": 2, "tensor": 2}
     with pytest.raises(
