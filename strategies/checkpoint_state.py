@@ -240,8 +240,8 @@ def restore_state(
     model: nn.Module,
     optimizers: dict[str, Optimizer],
     reader: Reader,
-    take: Take = read_whole,
-    owned: Mapping[int, str] | None = None,
+    take: Take,
+    owned: Mapping[int, str],
 ) -> None:
     """Load what any strategy saved, in place; without `optimizers` the weights alone.
 
@@ -250,7 +250,7 @@ def restore_state(
     restore_model(model, reader, take=take)
     if not optimizers:
         return
-    names = {**parameter_names(model), **(owned or {})}
+    names = {**parameter_names(model), **owned}
     check_optimizers(optimizers, reader)
     for key, optimizer in optimizers.items():
         saved = reader.meta["optimizers"][key]

@@ -248,7 +248,7 @@ class DDP(SPMDStrategy):
 
     def set_gradient_sync(self, wrapped: nn.Module, on: bool) -> None:
         assert isinstance(wrapped, Replica)
-        wrapped.begin_micro_batch(on)
+        wrapped.begin_micro_batch()
         if wrapped.ddp is not None:
             # What DDP.no_sync does. With static_graph the whole first window must be exchanged: torch records
             # the graph in it and asserts otherwise, and makes its buckets again in a forward.

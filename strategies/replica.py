@@ -50,7 +50,7 @@ class Replica(nn.Module):
         self._watches: list[Any] = []
         self._reduced = True
         self._stands_in = False
-        self._sums_each, self._is_last, self._has_run = False, True, False
+        self._sums_each = self._has_run = False
         self.micro_batches = 0
         """Micro-batches of the running window that have begun."""
         self._aside: list[tuple[nn.Parameter, torch.Tensor | None]] = []
@@ -155,8 +155,8 @@ class Replica(nn.Module):
         self._sums_each = number > 1
         return hooks._replace(before_backward=functools.partial(self._begin_loss, hooks), after_loss=self._end_loss)
 
-    def begin_micro_batch(self, is_last: bool) -> None:
-        self._is_last, self._has_run, self.micro_batches = is_last, False, self.micro_batches + 1
+    def begin_micro_batch(self) -> None:
+        self._has_run, self.micro_batches = False, self.micro_batches + 1
         if self._sums_each:
             in_buckets = self.ddp is not None and self.ddp.require_backward_grad_sync  # which DDP writes to again
             gradients = ((p, p.grad) for p in self._trained.values())

@@ -138,13 +138,6 @@ class RisingRate(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.sweep = LRSweep(state_dict["lrs"], state_dict["losses"])
 
-    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        if not trainer.strategy.capabilities.synchronous:
-            raise ValueError(
-                f"LRFinder needs the loss of all ranks in each step, but those of {trainer.strategy.name} do "
-                "not meet in every step; search with strategy='ddp'"
-            )
-
     def on_before_backward(self, trainer: Trainer, module: Module, loss: Tensor) -> None:
         self.log("lr_find/loss", loss.detach(), on_step=True, on_epoch=False)
 

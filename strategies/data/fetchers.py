@@ -30,8 +30,8 @@ class Samples:
         collate_fn: Callable[[Any], Any],
         seed: int,
         one_by_one: bool,
-        seeds_each: bool = False,
-        draws: Draws | None = None,
+        seeds_each: bool,
+        draws: Draws | None,
     ) -> None:
         """`seeds_each`: what the dataset draws is a function of a sample's place in the order in the main process
         too. `draws` notes what is drawn for a batch as a whole."""

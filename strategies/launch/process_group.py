@@ -114,7 +114,7 @@ def new_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     return mesh
 
 
-def plain_group(backend: str | None = None) -> dist.ProcessGroup:
+def plain_group() -> dist.ProcessGroup:
     """A new group of all ranks; every rank calls it.
 
     It lacks the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around groups: torch 2.13's DDP crashes in its
@@ -124,7 +124,7 @@ def plain_group(backend: str | None = None) -> dist.ProcessGroup:
     if level == dist.DebugLevel.DETAIL:
         dist.set_debug_level(dist.DebugLevel.INFO)
     try:
-        group = new_group(backend=backend)
+        group = new_group()
         _kept.append(group)
         return group
     finally:
@@ -140,14 +140,14 @@ call.
 """
 
 
-def _drop_kept(timeout_s: float = 2.0) -> None:
+def _drop_kept() -> None:
     """Let them go, in a thread, as gloo waits for what is in flight."""
     groups = _kept[:]
     _kept.clear()
     thread = threading.Thread(target=groups.clear, name="drop process groups", daemon=True)
     with suppress(RuntimeError):  # from Python 3.12 on no thread starts where a program ends
         thread.start()
-        thread.join(timeout_s)
+        thread.join(2.0)
 
 
 atexit.register(_drop_kept)

@@ -31,7 +31,6 @@ from lockstep.strategies.mesh.tensor_plan.altered import watch_hooks
 from lockstep.strategies.mesh.tensor_plan.apply import apply_plan
 from lockstep.strategies.modules.activation_checkpointing import is_recomputed
 from lockstep.strategies.modules.blocks import users_classes
-from lockstep.strategies.modules.meta import materialize as materialize
 from lockstep.strategies.modules.parameter_hooks import FORWARD, keeping_attributes, share_attributes, users_hooks
 from lockstep.strategies.sync.call_order import GATHER, REDUCE
 from lockstep.strategies.sync.tree import reduce_scatter

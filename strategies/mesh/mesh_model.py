@@ -19,7 +19,6 @@ from lockstep.strategies.mesh.tensor_plan.styles import SequenceSharding
 from lockstep.strategies.mesh.unsharded_writes import UnshardedWrites, is_freed, param_groups, refuse_kept
 from lockstep.strategies.modules.casts import follow_casts
 from lockstep.strategies.modules.forwards import within_compiled
-from lockstep.strategies.modules.meta import materialize as materialize
 from lockstep.strategies.modules.model_changes import replaced
 from lockstep.strategies.modules.parameter_hooks import copy_attributes, share_attributes
 from lockstep.strategies.sync.call_order import END_FORWARD, CallOrder

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 
 from lockstep.strategies.mesh import mixed_tensors
-from lockstep.strategies.modules.meta import materialize as materialize
 
 
 class Structure:

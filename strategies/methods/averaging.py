@@ -122,9 +122,7 @@ def _sum_by_messages(
     return total
 
 
-def gather_numbers(
-    own: Sequence[float], assignment: Sequence[range], group: dist.ProcessGroup | None = None
-) -> list[float]:
+def gather_numbers(own: Sequence[float], assignment: Sequence[range], group: dist.ProcessGroup | None) -> list[float]:
     """A number of each learner, in order, on all ranks. Every rank of the group calls it."""
     if len(assignment) == 1:
         return list(own)

@@ -51,7 +51,7 @@ def explanation(error: BaseException, what: str) -> RuntimeError | None:
             f"{what} copies a module (copy.deepcopy) whose parameters are sharded over ranks; copy it in __init__ or "
             "configure_model, and bring it up to date within `with trainer.whole(module):`"
         )
-    if any(words in text for words in _TRANSFORMED) and _came_through(error, "strategies/mesh/"):
+    if any(words in text for words in _TRANSFORMED) and _came_through_mesh(error):
         return RuntimeError(
             f"{what} differentiates a layer that is sharded over ranks by torch.func (vmap, grad, jvp, jacrev) or "
             "forward-mode AD, and the collectives in it have no such derivatives; use torch.autograd.grad with "
@@ -67,7 +67,7 @@ def explanation(error: BaseException, what: str) -> RuntimeError | None:
             f"{what} casts or moves a layer whose weights are sharded over ranks after a forward that needs them for "
             "its backward; do it in a hook such as on_train_batch_start, or compute under torch.autocast"
         )
-    if "NestedTensorImpl" in text and _came_through(error, "strategies/mesh/"):
+    if "NestedTensorImpl" in text and _came_through_mesh(error):
         return RuntimeError(
             f"{what} gives a nested tensor, as nn.TransformerEncoder makes it of src_key_padding_mask in evaluation, "
             "to a layer that is sharded over ranks; build the encoder with enable_nested_tensor=False, or use "
@@ -89,9 +89,9 @@ def explanation(error: BaseException, what: str) -> RuntimeError | None:
     )
 
 
-def _came_through(error: BaseException, folder: str) -> bool:
+def _came_through_mesh(error: BaseException) -> bool:
     trace = error.__traceback__
-    while trace is not None and folder not in trace.tb_frame.f_code.co_filename:
+    while trace is not None and "strategies/mesh/" not in trace.tb_frame.f_code.co_filename:
         trace = trace.tb_next
     return trace is not None
 

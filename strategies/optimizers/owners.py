@@ -73,7 +73,7 @@ def needs_whole(
 
 
 class Owners:
-    """The owners of the parameters of one optimizer, among the ranks of `group`, by default all; each rank of it makes
+    """The owners of the parameters of one optimizer, among the ranks of `group` (None: all); each rank of it makes
     one, and calls each of its methods.
 
     `finding` is what the optimizer needs: one that couples parameters has one owner for all, rank 0 of the group.
@@ -87,7 +87,7 @@ class Owners:
         finding: Finding,
         model: nn.Module,
         device: torch.device,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | None,
     ) -> None:
         self.optimizer, self._key, self._finding, self._model = optimizer, key, finding, model
         self._device, self._group = device, group

@@ -118,19 +118,6 @@ class RankPlan:
         """Floating point operations of one optimizer step."""
         return sum(entry.flops for entry in self.work if entry.phase != "round")
 
-    @property
-    def flops_by_dtype(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for entry in self.work:
-            if entry.flops and entry.phase != "round":
-                found[entry.dtype] = found.get(entry.dtype, 0.0) + entry.flops
-        return found
-
-    @property
-    def memory_traffic(self) -> int:
-        """Bytes that operators read and write in one optimizer step."""
-        return sum(entry.bytes for entry in self.work if entry.phase != "round")
-
 
 @dataclass(frozen=True)
 class PipelineSchedule:

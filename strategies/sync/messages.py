@@ -27,7 +27,7 @@ class RingGather:
     constructs it, sends the `chunks` of its own row in order, and then calls `finish`.
     """
 
-    def __init__(self, rows: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, rows: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
         rank, self._group = dist.get_rank(group), group
         self._next, previous = (rank + 1) % len(rows), (rank - 1) % len(rows)
         others = [rows[rank - i] for i in range(1, len(rows))]

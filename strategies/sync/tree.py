@@ -62,7 +62,7 @@ def add_gradients(one: list[Tensor | None], other: list[Tensor | None]) -> list[
     return [b if a is None else a for a, b in pairs]
 
 
-def reduce_scatter(chunks: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def reduce_scatter(chunks: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The sum over ranks, a power of two of them, of this rank's chunk; `chunks` has one a rank, `[ranks, numel]`.
 
     Every rank of the group calls it. Each sends and receives (ranks - 1) / ranks of `chunks`.

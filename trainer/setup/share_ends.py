@@ -57,7 +57,7 @@ def clear_learners(run: RunState, module: Module, window: Window) -> Streams:
     """
     streams: Streams = {}
     hooks = list(filter(is_users, run.hooks.on_before_zero_grad))
-    for micro_batch in _all_but_the_last(run, window) if hooks else ():
+    for micro_batch in _all_but_the_last(window) if hooks else ():
         if not _take(run, micro_batch):
             return streams
         run.metrics.weight = micro_batch.num_samples
@@ -82,7 +82,7 @@ def end_shares(run: RunState, module: Module, window: Window, streams: Streams) 
     hooks = list(filter(is_users, run.hooks.on_train_batch_end))
     if run.shares is None or not hooks:
         return run.hooks.on_train_batch_end
-    for micro_batch in _all_but_the_last(run, window):
+    for micro_batch in _all_but_the_last(window):
         _take(run, micro_batch)
         run.metrics.weight = micro_batch.num_samples
         with _Apart(run, module, "on_train_batch_end", streams):
@@ -101,7 +101,7 @@ def _watched(run: RunState, module: Module, hook: Callable[..., Any], more: bool
         hook(*arguments)
 
 
-def _all_but_the_last(run: RunState, window: Window) -> list[MicroBatch]:
+def _all_but_the_last(window: Window) -> list[MicroBatch]:
     """The last micro-batch of each share but the last."""
     num = len(window.micro_batches) // window.num_shares
     return window.micro_batches[num - 1 : -1 : num]

@@ -161,7 +161,7 @@ class Search:
     def _ladder(self, layout: str, state_is_too_large: bool) -> list[str]:
         """Options that save memory at the price of time, the mildest first."""
         rungs = ["checkpointing selective", "checkpointing full"]
-        if self._takes("loss_chunks"):
+        if self._chunks_losses():
             rungs.append("checkpointing full, loss in 8 chunks")
         if state_is_too_large:
             rungs.clear()
@@ -197,7 +197,7 @@ class Search:
                     yield "gather all in 16 bits", {"low_precision_gather": "all"}, {}
                 if self._device.host_memory is not None:
                     yield "offload to the host", {"cpu_offload": "true"}, {}
-        if self._takes("loss_chunks"):
+        if self._chunks_losses():
             for chunks in (1, 8):
                 yield f"loss in {chunks} chunk{'s' * (chunks > 1)}", {}, {"module.loss_chunks": str(chunks)}
         for precision in ("32-true", "bf16-mixed", "bf16-true"):
@@ -221,11 +221,11 @@ class Search:
         given = self._settings.get("strategy", "auto")
         return given if isinstance(given, str) else ""
 
-    def _takes(self, argument: str) -> bool:
-        """Whether the module has this argument."""
+    def _chunks_losses(self) -> bool:
+        """Whether the module has the argument loss_chunks."""
         from lockstep.trainer.cli.config.check import checked_calls
 
-        return argument in arguments_of(checked_calls(self._base).module.target, Module)[0]
+        return "loss_chunks" in arguments_of(checked_calls(self._base).module.target, Module)[0]
 
     def _try(self, layout: str | None, options: str, strategy: Settings, settings: Settings) -> Candidate:
         words = tuple(f"{key}={value}" for key, value in settings.items())
