@@ -16,6 +16,7 @@ from lockstep.callbacks._support.tables import columns
 from lockstep.trainer.checkpoint import convert
 from lockstep.trainer.checkpoint.store import Checkpoint
 from lockstep.trainer.cli.errors import ConfigError
+from lockstep.trainer.cli.parser import page
 
 USAGE = "lockstep checkpoint show|verify|diff|export|import PATH... [options]"
 
@@ -35,9 +36,9 @@ _SHOWN = 20
 """Differences that `diff` prints of each kind, the largest first."""
 
 
-def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> int:
-    """Run one command and return its exit code. Raises CheckpointError, ConfigError, and what `parse` raises."""
-    given = parse(words, parser_class)
+def main(words: Sequence[str]) -> int:
+    """Run one command and return its exit code. Raises CheckpointError and ConfigError."""
+    given = parse(words)
     for path in (vars(given).get(name) for name in ("path", "one", "other", "source")):
         if path is not None and not path.exists():  # as for ckpt_path, a mistake in the command
             raise ConfigError(f"there is no checkpoint at {path}: pass the path of an existing one")
@@ -65,17 +66,9 @@ def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = arg
     return 0
 
 
-def parse(
-    words: Sequence[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser
-) -> argparse.Namespace:
-    """The command and its arguments. Raises what `parser_class` raises for a wrong one."""
-    parser = parser_class(
-        prog="lockstep checkpoint",
-        usage=USAGE,
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command and its arguments. Raises ConfigError for a wrong one."""
+    parser = page(USAGE, __doc__, EXAMPLES)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     show_parser = commands.add_parser("show", usage="lockstep checkpoint show PATH", help="what a checkpoint holds")
     verify_parser = commands.add_parser(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
-from lockstep.trainer.cli.parser import COMMANDS, trainer_arguments
+from lockstep.trainer.cli.parser import COMMANDS, page, trainer_arguments
 
 USAGE = "lockstep completion bash|zsh|fish"
 
@@ -22,25 +21,12 @@ WORDS = {"checkpoint": "show verify diff export import", "completion": "bash zsh
 """What may follow other commands."""
 
 
-def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> int:
+def main(words: Sequence[str]) -> int:
     """Print the script for a shell."""
-    print({"bash": bash, "zsh": zsh, "fish": fish}[parse(words, parser_class).shell]())
-    return 0
-
-
-def parse(
-    words: Sequence[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser
-) -> argparse.Namespace:
-    """The arguments. Raises what `parser_class` raises for a wrong one."""
-    parser = parser_class(
-        prog="lockstep completion",
-        usage=USAGE,
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = page(USAGE, __doc__, EXAMPLES)
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
-    return parser.parse_args(words)
+    print({"bash": bash, "zsh": zsh, "fish": fish}[parser.parse_args(words).shell]())
+    return 0
 
 
 def keys() -> list[str]:

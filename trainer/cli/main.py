@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from lockstep._lazy import without_collector
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.trainer.cli.errors import ConfigError
-from lockstep.trainer.cli.parser import Parser, parse
+from lockstep.trainer.cli.parser import parse
 
 if TYPE_CHECKING:
     from lockstep.trainer.cli.config import Run
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if words and words[0] in OWN_WORDS:
-            return importlib.import_module(f"lockstep.trainer.cli.{words[0]}").main(words[1:], Parser)
+            return importlib.import_module(f"lockstep.trainer.cli.{words[0]}").main(words[1:])
         if words[:1] == ["compare"]:
             from lockstep.trainer.cli import commands
 

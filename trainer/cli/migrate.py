@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import difflib
 import io
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.trainer.cli.errors import ConfigError
+from lockstep.trainer.cli.parser import page
 from lockstep.trainer.lightning.install import places
 from lockstep.trainer.lightning.names import ACCEPTED, REFUSED
 from lockstep.trainer.lightning_names import ARGUMENTS, HOOKS, METHODS, MODULE, TRAINER
@@ -50,21 +50,12 @@ class Edit(NamedTuple):
     text: str
 
 
-def parse(
-    words: Sequence[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser
-) -> argparse.Namespace:
-    parser = parser_class(
-        "lockstep migrate", USAGE, "Rewrite imports of Lightning.", EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+def main(words: Sequence[str]) -> int:
+    """Run one command and return its exit code. Raises ConfigError for a file that cannot be read."""
+    parser = page(USAGE, "Rewrite imports of Lightning.", EXAMPLES)
     parser.add_argument("files", nargs="+", type=Path, help="Python files")
     parser.add_argument("--write", action="store_true", help="write the changes into the files")
-    return parser.parse_args(list(words))
-
-
-def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> int:
-    """Run one command and return its exit code. Raises ConfigError for a file that cannot be read."""
-    given = parse(words, parser_class)
+    given = parser.parse_args(words)
     found = 0
     for file in given.files:
         if file.suffix == ".ipynb":

@@ -60,15 +60,16 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (usage: {self.usage})")
 
 
+def page(usage: str, description: str | None, epilog: str) -> Parser:
+    """The parser of a command. It raises ConfigError for wrong words, and SystemExit after its page of help."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return Parser(usage=usage, description=description, epilog=epilog, formatter_class=formatter)
+
+
 def parse(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:
     """Return the command, its files and its overrides. Raises ConfigError, and SystemExit after a page of help."""
-    parser = Parser(
-        prog="lockstep",
-        usage=USAGE,
-        description="\n".join(["commands:", *(f"  {name:<11}{text}" for name, text in COMMANDS.items())]),
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    commands = "\n".join(["commands:", *(f"  {name:<11}{text}" for name, text in COMMANDS.items())])
+    parser = page(USAGE, commands, EXAMPLES)
     parser.add_argument("--version", action="version", version=f"lockstep {_version()}")
     parser.add_argument("command", choices=list(COMMANDS), metavar="command", help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="+", metavar="CONFIG | key=value", help="a YAML file, or an override of one key")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from typing import Any
 
 from lockstep.callbacks._support.tables import columns
 from lockstep.trainer.cli.errors import ConfigError
+from lockstep.trainer.cli.parser import page
 from lockstep.trainer.run.folder import read_summary
 
 USAGE = "lockstep runs [FOLDER] [--json]"
@@ -26,9 +26,12 @@ it was started if it is running.
 """
 
 
-def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> int:
+def main(words: Sequence[str]) -> int:
     """Print the table and return the exit code. Raises ConfigError if there is no such folder."""
-    given = parse(words, parser_class)
+    parser = page(USAGE, __doc__, DESCRIPTION)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
+    parser.add_argument("--json", action="store_true", help="one JSON object for each run, a line each")
+    given = parser.parse_args(words)
     if not given.folder.is_dir():
         raise ConfigError(f"there is no folder {given.folder}; name the folder of runs (usage: {USAGE})")
     found = sorted((describe(path) for path in run_folders(given.folder)), key=lambda run: run["when"])
@@ -45,22 +48,6 @@ def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = arg
         rows.append((run["run"], run["state"], str(run["steps"]), str(run["epochs"]), best, when))
     print("\n".join(columns(rows)))
     return 0
-
-
-def parse(
-    words: Sequence[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser
-) -> argparse.Namespace:
-    """The arguments. Raises what `parser_class` raises for a wrong one."""
-    parser = parser_class(
-        prog="lockstep runs",
-        usage=USAGE,
-        description=__doc__,
-        epilog=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
-    parser.add_argument("--json", action="store_true", help="one JSON object for each run, a line each")
-    return parser.parse_args(words)
 
 
 def run_folders(folder: Path) -> Iterator[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import collections.abc
 import datetime
 import json
@@ -19,6 +18,7 @@ from lockstep.strategies.precision import ALIASES, PRECISIONS
 from lockstep.strategies.registry import STRATEGIES
 from lockstep.trainer.cli.config.load import SHORT_FOR_MODULE
 from lockstep.trainer.cli.config.signatures import is_slot, trainer_arguments
+from lockstep.trainer.cli.parser import page
 from lockstep.trainer.cli.parser import trainer_arguments as described
 
 USAGE = "lockstep schema"
@@ -39,25 +39,11 @@ _SUGGESTED: dict[str, Sequence[str]] = {
 }
 
 
-def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> int:
+def main(words: Sequence[str]) -> int:
     """Print the schema."""
-    parse(words, parser_class)
+    page(USAGE, __doc__, EXAMPLES).parse_args(words)
     print(json.dumps(schema(), indent=1))
     return 0
-
-
-def parse(
-    words: Sequence[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser
-) -> argparse.Namespace:
-    """The arguments. Raises what `parser_class` raises for a wrong one."""
-    parser = parser_class(
-        prog="lockstep schema",
-        usage=USAGE,
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    return parser.parse_args(words)
 
 
 def schema() -> dict[str, Any]:

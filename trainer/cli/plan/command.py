@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep._lazy import without_collector
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.trainer.cli.errors import ConfigError
+from lockstep.trainer.cli.parser import page
 
 if TYPE_CHECKING:
     from lockstep.strategies.planning.devices import Device
@@ -36,10 +37,10 @@ examples:
 """
 
 
-def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> int:
+def main(words: Sequence[str]) -> int:
     """Print the plan and return the exit code: 1 if `--gpu` is given and the run, or with `--fit` every layout, does
     not fit. Raises ConfigError for words that cannot be planned."""
-    given = parse(words, parser_class)
+    given = parse(words)
     with without_collector():
         from lockstep.strategies.planning import timing
         from lockstep.strategies.planning.devices import find_device
@@ -69,17 +70,9 @@ def main(words: Sequence[str], parser_class: type[argparse.ArgumentParser] = arg
     return 0 if device is None or timing.fits(plan, device) else 1
 
 
-def parse(
-    words: Sequence[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser
-) -> argparse.Namespace:
-    """The arguments. Raises what `parser_class` raises for a wrong one."""
-    parser = parser_class(
-        prog="lockstep plan",
-        usage=USAGE,
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments. Raises ConfigError for a wrong one."""
+    parser = page(USAGE, DESCRIPTION, EXAMPLES)
     parser.add_argument("words", nargs="+", metavar="CONFIG | key=value", help="a YAML file, or an override of one key")
     parser.add_argument("--devices", type=int, metavar="N", help="devices of the whole run, on all nodes together")
     parser.add_argument(
