@@ -81,8 +81,7 @@ class SPMDStrategy(SPMDStep):
         self.activation_checkpointing: bool | Rule = (
             "auto" if activation_checkpointing is True else activation_checkpointing
         )
-        self.num_devices = 1
-        self._num_nodes = 1
+        self.num_devices = self._num_nodes = 1
         self._accelerator = "cpu"
         self._ready = False
         self._evaluation: modes.Evaluation | None = None
@@ -92,6 +91,8 @@ class SPMDStrategy(SPMDStep):
         self._writes_owned = True
         """Whether a checkpoint's common state has what this rank keeps for them."""
         self._end_watchdog: Callable[[], None] = _nothing
+        self._refusal: Callable[[str], RuntimeError] | None = None
+        """What a collective raises that the caller calls now, by its name; None if all ranks can meet."""
 
     # ---- 1. processes and devices ----------------------------------------------------------------------
 
@@ -143,9 +144,7 @@ class SPMDStrategy(SPMDStep):
         return not self.single_process and self.num_devices > 1 and environment.detect() is None
 
     def launch(self, fn: Callable[..., T], *args: Any) -> T:
-        if not self.starts_ranks:
-            return fn(*args)
-        return launcher.launch(fn, args, self.num_devices)
+        return launcher.launch(fn, args, self.num_devices) if self.starts_ranks else fn(*args)
 
     def setup(self) -> Topology:
         world = None if self.single_process else environment.detect()
@@ -296,17 +295,23 @@ class SPMDStrategy(SPMDStep):
     # ---- 2. collectives --------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        return collectives.all_reduce(tensor, op) if self._in_group else tensor.detach().clone()
+        return collectives.all_reduce(tensor, op) if self._meets("all_reduce") else tensor.detach().clone()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        return collectives.all_gather(tensor) if self._in_group else tensor.detach().unsqueeze(0)
+        return collectives.all_gather(tensor) if self._meets("all_gather") else tensor.detach().unsqueeze(0)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        return collectives.broadcast(value, src) if self._in_group else value
+        return collectives.broadcast(value, src) if self._meets("broadcast") else value
 
     def barrier(self, name: str = "") -> None:
-        if self._in_group:
+        if self._meets("barrier"):
             dist.barrier()
+
+    def _meets(self, verb: str) -> bool:
+        """Whether a collective has a group to run in. Raises `_refusal` if it may not be called now."""
+        if self._refusal is not None:
+            raise self._refusal(verb)
+        return self._in_group
 
     # ---- 3. sampler seeding ----------------------------------------------------------------------------
 

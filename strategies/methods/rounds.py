@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, StepVote
@@ -158,22 +158,6 @@ class LearnerRounds(SPMDStrategy):
         of_all = self._held.receive()
         return result._replace(stop=of_all.stop, non_finite=result.non_finite or of_all.non_finite)
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        self._refuse_in_turn("all_reduce")
-        return super().all_reduce(tensor, op)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        self._refuse_in_turn("all_gather")
-        return super().all_gather(tensor)
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        self._refuse_in_turn("broadcast")
-        return super().broadcast(value, src)
-
-    def barrier(self, name: str = "") -> None:
-        self._refuse_in_turn("barrier")
-        super().barrier()
-
     def synchronize(self, wrapped: nn.Module) -> None:
         outer = self._outer
         if outer is None or not self._learners:
@@ -208,7 +192,7 @@ class LearnerRounds(SPMDStrategy):
         for i, learner in enumerate(self._learners):
             own = window.micro_batches[i * number : (i + 1) * number]
             self._load(wrapped, optimizers, i)
-            self._turn = learner
+            self._turn, self._refusal = learner, _within_turn
             if window.num_shares:
                 yield Window(own, max(1, sum(part.num_samples for part in own)), 1, window.num_batches)
             else:  # its ranks have the others
@@ -238,7 +222,7 @@ class LearnerRounds(SPMDStrategy):
     def _end_turns(self) -> None:
         if self._held is not None:
             self._agreement, self._held, self._peers = self._held, None, None
-        self._turn = None
+        self._turn = self._refusal = None
 
     def _create(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> None:
         """Make this rank's learners, with what model and optimizers hold now."""
@@ -312,13 +296,6 @@ class LearnerRounds(SPMDStrategy):
         self._opened, self.ranks_meet = False, True
         self._end_turns()
 
-    def _refuse_in_turn(self, what: str) -> None:
-        if self._turn is not None:
-            raise RuntimeError(
-                f"{what} was called within a learner's step, where its result would depend on the number of ranks; "
-                "call it at the end of an epoch, or train without local updates"
-            )
-
     def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
         self.synchronize(wrapped)
         if not optimizers or not self._learners:
@@ -350,3 +327,10 @@ class LearnerRounds(SPMDStrategy):
 
     def load_extra_state(self, wrapped: nn.Module, saved: dict[str, Any]) -> None:
         self._windows = saved.get("steps", 0)
+
+
+def _within_turn(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} was called within a learner's step, where its result would depend on the number of ranks; call it at "
+        "the end of an epoch, or train without local updates"
+    )

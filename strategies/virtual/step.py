@@ -53,7 +53,6 @@ class VirtualStep(ShareHooks, SPMDStrategy):
 
     capabilities = Capabilities(bitwise=True, refuses=_REFUSES)
     virtual_ranks = 1
-    _in_share = False
     _num_windows = 0
     _threads: int | None = None
     """What torch had before `setup`."""
@@ -211,28 +210,17 @@ class VirtualStep(ShareHooks, SPMDStrategy):
         torch.nn.utils.clip_grads_with_norm_(holders(parts), value, norm)
         return norm
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        self._refuse_in_share("all_reduce")
-        return super().all_reduce(tensor, op)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        self._refuse_in_share("all_gather")
-        return super().all_gather(tensor)
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        self._refuse_in_share("broadcast")
-        return super().broadcast(value, src)
-
     # ---- helpers -------------------------------------------------------------------------------------
 
     @contextmanager
     def _share(self) -> Iterator[None]:
-        """While it lasts collectives are refused."""
-        self._in_share = True
+        """While it lasts collectives are refused, within a learner's turn as they were."""
+        before = self._refusal
+        self._refusal = before or self._within_share
         try:
             yield
         finally:
-            self._in_share = False
+            self._refusal = before
 
     def _weights(self, begins: bool = False) -> list[tuple[int, Any, bool]]:
         """What tells whether parameters were changed, also by assigning to `data`, frozen or unfrozen. In the first
@@ -255,12 +243,11 @@ class VirtualStep(ShareHooks, SPMDStrategy):
             "hook such as on_before_zero_grad"
         )
 
-    def _refuse_in_share(self, what: str) -> None:
-        if self._in_share:
-            raise RuntimeError(
-                f"{what} was called within a share of {self.argument}={self.virtual_ranks}, where its result would "
-                f"depend on the number of ranks; call it in a hook, or train without {self.argument}"
-            )
+    def _within_share(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{what} was called within a share of {self.argument}={self.virtual_ranks}, where its result would depend "
+            f"on the number of ranks; call it in a hook, or train without {self.argument}"
+        )
 
 
 def _after_loss(hooks: StepHooks, more: bool, ends: bool) -> None:

@@ -56,7 +56,6 @@ class ClientSteps(SPMDStrategy):
     """Of FedProx."""
     _control: Control | None = None
     """Of SCAFFOLD."""
-    _on_client = False
     _optimizers: list[Optimizer]
     _fresh: FreshOptimizers
 

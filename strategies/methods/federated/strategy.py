@@ -217,11 +217,11 @@ class Federated(ClientSteps):
         run = RoundRun(model, self.run_step(wrapped, step_fn), hooks, server, window, held, self._scale)
         for parameter in model.parameters():
             parameter.grad = None
-        self._on_client = True
+        self._refusal = _on_client
         try:
             self._run_clients(run)
         finally:
-            self._on_client = False
+            self._refusal = None
             server.put()
             self._fresh.reset()
             seed_streams(window.seed)
@@ -292,7 +292,7 @@ class Federated(ClientSteps):
         """On a client a step of its optimizer; else the server's step for the parameters of `optimizer`."""
         if closure is not None:
             self._refuse("closures")
-        if self._on_client:
+        if self._refusal is not None:
             optimizer.step()
             return True
         if self._agreement is not None and self._on_cpu:
@@ -306,33 +306,12 @@ class Federated(ClientSteps):
             self._control.commit(self._samples * self._scale)
         return True
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        self._refuse_on_client("all_reduce")
-        return super().all_reduce(tensor, op)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        self._refuse_on_client("all_gather")
-        return super().all_gather(tensor)
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        self._refuse_on_client("broadcast")
-        return super().broadcast(value, src)
-
-    def barrier(self, name: str = "") -> None:
-        self._refuse_on_client("barrier")
-        super().barrier()
-
     @contextmanager
     def whole(self, wrapped: nn.Module) -> Iterator[None]:
-        self._refuse_on_client("trainer.whole")
+        if self._refusal is not None:
+            raise self._refusal("trainer.whole")
         with super().whole(wrapped):
             yield
-
-    def _refuse_on_client(self, what: str) -> None:
-        if self._on_client:
-            raise RefusedOnClient(
-                f"{what} was called while a client trained, which it does on one rank; call it in a hook of the epoch"
-            )
 
     # ---- checkpoints ---------------------------------------------------------------------------------
 
@@ -394,6 +373,12 @@ class Federated(ClientSteps):
                 {name: value.to(self.topology.device) for name, value in control.items()},
                 ((client, state.read(f"{prefix}{client}")) for client in mine if client % ranks == rank),
             )
+
+
+def _on_client(what: str) -> RuntimeError:
+    return RefusedOnClient(
+        f"{what} was called while a client trained, which it does on one rank; call it in a hook of the epoch"
+    )
 
 
 def _held(optimizer: Optimizer) -> list[Tensor]:

@@ -89,6 +89,10 @@ def meet(module: Any, x: torch.Tensor) -> None:
     module.all_gather(x)
 
 
+def wait(module: Any, x: torch.Tensor) -> None:
+    module.trainer.strategy.barrier()
+
+
 def freeze(module: Any, x: torch.Tensor) -> None:
     module.layer.bias.requires_grad_(False)
 
@@ -112,6 +116,7 @@ def step_back(module: Any, x: torch.Tensor) -> None:
         (move, "training_step changed the parameters layer.weight"),
         (write, "training_step changed the parameters layer.weight"),
         (meet, "all_gather was called within a share of virtual_ranks=2"),
+        (wait, "barrier was called within a share of virtual_ranks=2"),
     ],
 )
 def test_steps_that_depend_on_the_shares_of_a_rank(step: Any, message: str) -> None:
