@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.modules.blocks import holds_states
 from lockstep.strategies.modules.parameter_hooks import copy_attributes
 
@@ -137,8 +138,8 @@ def join_state(model: nn.Module, others: list[nn.Module]) -> None:
 
 
 def _joined(value: Any, others: list[Any], name: str) -> Any:
-    """`value` if it is that of all replicas, with what differs in lists and dicts replaced in place, else an
-    `OfSlices`."""
+    """`value` if it is that of all replicas, with what differs in lists and dicts replaced in place, else what refuses
+    any use."""
     if all(_same(value, other) for other in others):
         return value
     alike = all(type(value) is type(other) for other in others)
@@ -148,39 +149,11 @@ def _joined(value: Any, others: list[Any], name: str) -> Any:
     if alike and type(value) is list and all(len(value) == len(other) for other in others):
         value[:] = [_joined(item, [other[i] for other in others], name) for i, item in enumerate(value)]
         return value
-    return OfSlices(name)
+    return Refusing(
+        f"{name} was set by training_step, which strategy 'dp' runs on slices of a batch, so there is one for each "
+        "slice and none of the batch; return it from training_step or log it, or use strategy='single' or 'ddp'"
+    )
 
-
-class OfSlices:
-    """In place of an attribute that a step has set by the samples of a slice. Any use raises RuntimeError."""
-
-    def __init__(self, name: str) -> None:
-        vars(self)["_name"] = name
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError(
-            f"{vars(self)['_name']} was set by training_step, which strategy 'dp' runs on slices of a batch, so there "
-            "is one for each slice and none "
-            "of the batch; return it from training_step or log it, or use strategy='single' or 'ddp'"
-        )
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = [item for value in args for item in (value if isinstance(value, list | tuple) else (value,))]
-        next(item for item in leaves if isinstance(item, OfSlices))._refuse()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._refuse()
-
-
-for _verb in (
-    "add radd iadd sub rsub mul rmul truediv rtruediv pow matmul neg lt le gt ge bool float int len iter getitem "
-    "setitem contains call "
-    "array"
-).split():
-    setattr(OfSlices, f"__{_verb}__", OfSlices._refuse)
 
 _MISSING = object()
 _CONTAINERS = (list, dict, set, deque)

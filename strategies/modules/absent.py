@@ -1,5 +1,5 @@
-"""Parameters and buffers that are on another rank: they say what they are like, and refuse what would need their
-values."""
+"""What stands for values that are elsewhere: for parameters and buffers that are on another rank, which say what they
+are like and refuse what would need their values, and for attributes, which refuse any use."""
 
 from __future__ import annotations
 
@@ -131,6 +131,32 @@ class Absent(Tensor):
         self._refuse("its memory is there")
 
     numpy = tolist = __array__ = storage = untyped_storage = data_ptr = __dlpack__ = share_memory_ = _without_values
+
+
+class Refusing:
+    """In place of an attribute that has no value here: any use raises RuntimeError with this sentence."""
+
+    def __init__(self, sentence: str) -> None:
+        self._sentence = sentence
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(vars(self)["_sentence"])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Refusing))._refuse()
+
+
+for _verb in (
+    "add radd iadd sub rsub mul rmul truediv rtruediv pow matmul rmatmul neg lt le gt ge bool float int len iter "
+    "getitem setitem contains call array"
+).split():
+    setattr(Refusing, f"__{_verb}__", Refusing._refuse)
 
 
 def is_here(tensor: Tensor) -> bool:

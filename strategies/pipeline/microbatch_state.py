@@ -16,10 +16,9 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.absent import Refusing, is_here
 from lockstep.strategies.modules.blocks import Layer, is_metric, measures
 from lockstep.strategies.pipeline.hook_state import Enclosed, hook_holders
 from lockstep.strategies.pipeline.partition import Cut
@@ -91,7 +90,11 @@ class StepState:
             names = {id(t): name for name, t in (*self._model.named_parameters(), *self._model.named_buffers())}
             self._refuse(f"changes {names.get(id(changed[0]), 'a tensor')} in place", f"change it {_ADVICE}")
         for place in self._partial:
-            vars(place[0])[place[1]] = PartOnly(self._name(place))
+            vars(place[0])[place[1]] = Refusing(
+                f"training_step has set self.{self._name(place)}, but a pipeline runs it for each part of a "
+                "micro-batch, so it holds a part; return it from training_step and read it in on_train_batch_end, or "
+                "use self.log"
+            )
 
     @contextmanager
     def run(self, is_last: bool = False) -> Iterator[None]:
@@ -230,49 +233,6 @@ class StepState:
         named: chain[tuple[str, _Holder]] = chain(self._model.named_modules(), self._model.named_parameters())
         path = next((name for name, child in named if child is module), "")
         return ".".join(filter(None, (path, attribute))) + ("" if key is None or key is _BUFFER else f"[{key!r}]")
-
-
-class PartOnly:
-    """Stands for a tensor that a step has set as an attribute, which would be that of the last part: any use is
-    refused."""
-
-    def __init__(self, name: str) -> None:
-        self.__dict__["name"] = name
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(
-            f"training_step has set self.{self.__dict__['name']}, but a pipeline runs it for each part of a "
-            "micro-batch, so it holds a "
-            "part; return it from training_step and read it in on_train_batch_end, or use self.log"
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self._refuse()
-
-    __torch_function__ = classmethod(lambda cls, func, types, args=(), kwargs=None: _first_part(args)._refuse())
-
-    def _used(self, *_: Any) -> NoReturn:
-        self._refuse()
-
-    __float__ = __int__ = __bool__ = __len__ = __iter__ = __getitem__ = __array__ = _used
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _used
-    __lt__ = __gt__ = __le__ = __ge__ = __matmul__ = __rmatmul__ = __pow__ = _used
-
-
-class OfOtherStage(PartOnly):
-    """Stands for what a layer has set as an attribute on another stage: any use is refused."""
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(
-            f"a step reads {self.__dict__['name']}, which a layer or a hook of it has set on another stage of the "
-            "pipeline; return it from the layer and from the pipelined module, or use strategy='ddp' or 'fsdp'"
-        )
-
-
-def _first_part(args: Any) -> PartOnly:
-    return next(leaf for leaf in tree_leaves(args) if isinstance(leaf, PartOnly))
 
 
 def containers_of(module: nn.Module) -> Iterator[Any]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from lockstep.strategies.pipeline.microbatch_state import OfOtherStage
+from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.pipeline.shapes.containers import Returned, containers, shapes
 from lockstep.strategies.pipeline.shapes.fake_tensors import Blank, Source
 
@@ -105,7 +105,7 @@ class Run:
     skips: dict[Source, Tensor] | None = None
     """What has arrived for later stages or as skip connections, and what layers of this stage add to it; None before
     `received` is there."""
-    hidden: list[tuple[Any, Any, Any, OfOtherStage]] = field(default_factory=list)
+    hidden: list[tuple[Any, Any, Any, Refusing]] = field(default_factory=list)
     """Stand-ins in attributes that layers of earlier stages set: where, under which key, and the value they replace."""
     links: Links | None = None
     """Called where this stage begins and ends."""
@@ -174,7 +174,11 @@ class Run:
 
     def _hide(self, module: nn.Module, name: str, key: Any) -> None:
         holder = vars(module) if key is None else vars(module).get(name)
-        stand_in = OfOtherStage(f"{type(module).__name__}.{name}" + ("" if key is None else f"[{key!r}]"))
+        shown = f"{type(module).__name__}.{name}" + ("" if key is None else f"[{key!r}]")
+        stand_in = Refusing(
+            f"a step reads {shown}, which a layer or a hook of it has set on another stage of the pipeline; return it "
+            "from the layer and from the pipelined module, or use strategy='ddp' or 'fsdp'"
+        )
         if isinstance(holder, list):
             self.hidden.append((holder, None, None, stand_in))
             holder.append(stand_in)

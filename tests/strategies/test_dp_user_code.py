@@ -19,7 +19,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from lockstep import CombinedLoader, Module
 from lockstep.strategies import Loss
 from lockstep.strategies.data.sample_axis import SampleCutter
-from lockstep.strategies.dp.replicas import OfSlices, replica
+from lockstep.strategies.dp.replicas import replica
+from lockstep.strategies.modules.absent import Refusing
 from tests.trainer.toy import data, distance, loader, quiet, weights
 
 
@@ -260,7 +261,7 @@ class Scratch(Plain):
 
 def test_an_attribute_that_only_the_step_uses_is_allowed() -> None:
     _, other = both(Scratch)
-    assert isinstance(copy.deepcopy(other).hidden, OfSlices)
+    assert isinstance(copy.deepcopy(other).hidden, Refusing)
     for use in (
         lambda: other.hidden + 1,
         lambda: 1 - other.hidden,
