@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
+from lockstep.strategies.launch.program.functions import variables_of
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.parameter_hooks import FORWARD, users_hooks
 from lockstep.strategies.pipeline.shapes.fake_tensors import is_plain_object
@@ -54,8 +55,7 @@ def _variables(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
     inner = getattr(function, "__func__", function)
     if not isinstance(inner, FunctionType):
         return
-    cells = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=False)
-    found = {name: cell.cell_contents for name, cell in cells if cell != CellType()}  # which is empty
+    found = {name: value for name, _, value in variables_of(inner)}
     names = inner.__code__.co_names
     found |= {name: inner.__globals__[name] for name in names if name in inner.__globals__}
     for name, value in found.items():

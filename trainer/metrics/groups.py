@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lockstep.strategies.launch.program.functions import codes_of, variables_of
 
 _NOT_OF_USERS = ("torch", "torchmetrics")
 _CHECKS_ONLY = {"validate_args"}
@@ -46,8 +47,8 @@ def _update_alike(one: Any, other: Any) -> bool:
         function = inspect.unwrap(pending.pop())
         if not isinstance(function, FunctionType):
             return False
-        pending += _functions_in(function)
-        for name in _names(function.__code__) - read:
+        pending += (held for _, _, held in variables_of(function) if isinstance(held, FunctionType))
+        for name in {name for code in codes_of(function) for name in code.co_names} - read:
             read.add(name)
             mine = getattr(type(one), name, None)
             if mine is not getattr(type(other), name, None):
@@ -61,22 +62,6 @@ def _update_alike(one: Any, other: Any) -> bool:
     own, others = ({**vars(metric), **metric._buffers} for metric in (one, other))
     attributes = read & (own.keys() | others.keys()) - one._defaults.keys() - _CHECKS_ONLY
     return all(_same(own.get(name), others.get(name)) for name in attributes)
-
-
-def _functions_in(function: FunctionType) -> Iterator[Callable[..., Any]]:
-    """Those that its closure has."""
-    for cell in function.__closure__ or ():
-        try:
-            found = cell.cell_contents
-        except ValueError:  # not bound yet
-            continue
-        if isinstance(found, FunctionType):
-            yield found
-
-
-def _names(code: CodeType) -> set[str]:
-    """The names that a function and those within it use."""
-    return {*code.co_names}.union(*(_names(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.strategies.launch.program.functions import codes_of
+from lockstep.strategies.launch.program.functions import codes_of, variables_of
 from lockstep.trainer.metrics.groups import fix_groups
 from lockstep.trainer.setup.user_state import OF_TENSOR, is_theirs, is_users_class
 
@@ -198,11 +198,7 @@ class _Search:
             self._visit(item, f"an item of {name}", None if put is None else put_item)
 
     def _function(self, function: Any, name: str) -> None:
-        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                held = cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
+        for key, cell, held in variables_of(function):
             self._visit(held, f"{key}, which {name} closes over,", partial(_set_attribute, cell, "cell_contents"))
         if function.__defaults__:
             self._items(function.__defaults__, name, partial(_set_attribute, function, "__defaults__"))

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.strategies.launch.program.functions import codes_of
+from lockstep.strategies.launch.program.functions import codes_of, variables_of
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.sync.contents import checksum
 from lockstep.trainer.metrics.model_parts import ModelParts, Parts
@@ -321,11 +321,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(value, FunctionType):
         theirs = is_theirs(value)
         yield from vars(value).items() if theirs else ()
-        for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            try:
-                held = cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
+        for key, _, held in variables_of(value):
             functions = isinstance(held, (FunctionType, MethodType, partial))
             if theirs or functions or (callable(held) and is_users_class(type(held))):  # around one of the user's
                 yield key, held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 
@@ -16,11 +16,16 @@ def codes_of(function: FunctionType) -> list[CodeType]:
     return codes
 
 
+def variables_of(function: FunctionType) -> Iterator[tuple[str, CellType, Any]]:
+    """The variables of its closure that have a value: name, cell and value."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # of a variable that has no value yet
+            yield name, cell, cell.cell_contents
+
+
 def named_by(function: FunctionType) -> Iterator[Any]:
     """The variables of its closure, the globals that it names, and what it may name of modules among these."""
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # of a variable that has no value yet
-            yield cell.cell_contents
+    yield from (value for _, _, value in variables_of(function))
     names = sorted({name for code in codes_of(function) for name in code.co_names})
     found = [function.__globals__[name] for name in names if name in function.__globals__]
     yield from found
