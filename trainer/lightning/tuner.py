@@ -9,6 +9,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.callbacks.tuning.lr_finder import LRSweep
 from lockstep.trainer import tuner
 from lockstep.trainer.datamodule import DataModule
+from lockstep.trainer.lightning.callbacks.adapters import BatchSizeFinder, LearningRateFinder
 from lockstep.trainer.lightning.utilities import rank_zero_warn
 from lockstep.trainer.module import Module
 from lockstep.trainer.setup.loaders import Sources
@@ -72,15 +73,7 @@ class Tuner:
         """
         if self._skips("lr_find"):
             return None
-        finder = callbacks.LRFinder(
-            min_lr,
-            max_lr,
-            num_training,
-            mode=mode,
-            early_stop_threshold=early_stop_threshold,
-            update_attr=update_attr,
-            attr_name=attr_name or None,
-        )
+        finder = LearningRateFinder(min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
         self._search(finder, model, train_dataloaders, datamodule, method)
         assert finder.result is not None
         return Found(finder.result)
@@ -103,8 +96,7 @@ class Tuner:
         """Search the largest batch that fits into memory, and set it."""
         if self._skips("scale_batch_size"):
             return None
-        margin = margin if mode == "binsearch" else 0.0
-        finder = callbacks.BatchSizeFinder(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin)
+        finder = BatchSizeFinder(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin)
         self._search(finder, model, train_dataloaders, datamodule, method)
         return finder.result
 
