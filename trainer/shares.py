@@ -16,6 +16,7 @@ from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.model_changes import shortened
+from lockstep.strategies.modules.side_effect_free import differ
 from lockstep.trainer.checkpoint.rank_state import on_device_of, torchmetrics_of
 from lockstep.trainer.metrics.gathering import gather_values
 from lockstep.trainer.metrics.model_parts import Parts
@@ -141,7 +142,7 @@ class Shares:
     def _end_share(self) -> None:
         if self._run.evaluating:
             return
-        wrong = [key for key, value in self._now().items() if not _same(self._values.get(key), value)]
+        wrong = [key for key, value in self._now().items() if _differ(self._values.get(key), value)]
         remembered = self.state.end() if self._keeps_state else []
         if wrong or remembered:
             names = {module: name for name, module in self._module.named_modules()}
@@ -367,10 +368,10 @@ def _values(modules: list[nn.Module]) -> Values:
     return found
 
 
-def _same(one: Any, other: Any) -> bool:
+def _differ(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple):
-        return one[0] is other[0] and one[1] == other[1]
-    return bool(one is other or one == other or (one != one and other != other))
+        return one[0] is not other[0] or one[1] != other[1]
+    return differ(one, other)
 
 
 _OF_TORCH = frozenset(vars(nn.Module()))

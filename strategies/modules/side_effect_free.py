@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.modules.blocks import is_metric
+from lockstep.strategies.modules.model_changes import shortened
 
 
 @contextmanager
@@ -135,28 +136,30 @@ def numbers(model: nn.Module) -> Numbers:
     return {(module, name, key): value for module in model.modules() for name, key, value in _numbers_of(module)}
 
 
+def changed_numbers(model: nn.Module, before: Numbers) -> list[str]:
+    """The names of the numbers that differ from `before`, which is `numbers(model)` from earlier."""
+    now = numbers(model)
+    places = [place for place in {**before, **now} if differ(before.get(place), now.get(place))]
+    names = {module: name for name, module in model.named_modules()} if places else {}
+    return sorted(
+        ".".join(filter(None, (names.get(module, "?"), attribute))) + ("" if key is None else f"[{key!r}]")
+        for module, attribute, key in places
+    )
+
+
 def refuse_changed_numbers(model: nn.Module, before: Numbers) -> None:
     """Raise RuntimeError naming the numbers that differ from `before`, which is `numbers(model)` from before a step.
 
     For windows in which a rank has no samples. Its step has no effect or does not run, so it cannot count along, and no
     rank can know whether the others counted calls (alike on all ranks) or samples (each its own).
     """
-    now = numbers(model)
-    places = [place for place in {**before, **now} if _differ(before.get(place), now.get(place))]
-    if not places:
-        return
-    names = {module: name for name, module in model.named_modules()}
-    shown = sorted(
-        ".".join(filter(None, (names[module], attribute))) + ("" if key is None else f"[{key!r}]")
-        for module, attribute, key in places
-    )
-    raise RuntimeError(
-        f"training_step, or backward, changed the number{'s' if len(shown) > 1 else ''} {', '.join(shown[:5])}"
-        + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
-        + " of the model in a step in which a rank has no samples, and would fall behind the others; "
-        "use trainer.global_step, self.log(..., reduce_fx='sum') or a registered buffer instead, "
-        "or leave such steps out with drop_last=True in the DataLoader"
-    )
+    if changed := changed_numbers(model, before):
+        raise RuntimeError(
+            f"training_step, or backward, changed the number{'s' * (len(changed) > 1)} {shortened(changed, 5)} of the "
+            "model in a step in which a rank has no samples, and would fall behind the others; use "
+            "trainer.global_step, self.log(..., reduce_fx='sum') or a registered buffer instead, or leave such steps "
+            "out with drop_last=True in the DataLoader"
+        )
 
 
 def _numbers_of(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
@@ -171,7 +174,8 @@ def _numbers_of(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
             yield from ((name, key, item) for key, item in value.items() if isinstance(item, Number))
 
 
-def _differ(one: Any, other: Any) -> bool:
+def differ(one: Any, other: Any) -> bool:
+    """Whether two values are unequal; NaN equals NaN."""
     return bool(one is not other and one != other and (one == one or other == other))
 
 

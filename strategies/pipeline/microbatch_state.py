@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.strategies.modules.absent import Refusing, is_here
 from lockstep.strategies.modules.blocks import Layer, is_metric, measures
+from lockstep.strategies.modules.side_effect_free import differ
 from lockstep.strategies.pipeline.hook_state import Enclosed, hook_holders
 from lockstep.strategies.pipeline.partition import Cut
 
@@ -326,7 +327,7 @@ def _difference(one: _Numbers, other: _Numbers) -> _Place | None:
 def _differ(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return one is not other and not (isinstance(one, Tensor) and isinstance(other, Tensor) and _equal(one, other))
-    return bool(one is not other and one != other and (one == one or other == other))
+    return differ(one, other)
 
 
 def _grown(before: Any, now: Any) -> float:

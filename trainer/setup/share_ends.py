@@ -16,6 +16,7 @@ from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.methods.federated.copy import RefusedOnClient
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.model_changes import shortened
+from lockstep.strategies.modules.side_effect_free import differ
 from lockstep.trainer.run.hooks import is_users
 from lockstep.trainer.seeding import rng_state, set_rng_state
 from lockstep.trainer.setup.user_state import Marks, UserState
@@ -147,7 +148,7 @@ class _Apart:
         before, now = self._before, self._state()
         names = [
             *self._run.shares.state.end(self._more),  # type: ignore[union-attr]
-            *sorted(name for name in before.keys() | now.keys() if not _same(before.get(name), now.get(name))),
+            *sorted(name for name in before.keys() | now.keys() if differ(before.get(name), now.get(name))),
         ]
         if not names:
             return
@@ -179,10 +180,6 @@ def _of_model(tensor: Tensor) -> Any:
     if type(tensor) not in (Tensor, nn.Parameter):
         return None
     return tensor._version, tensor.data_ptr(), fingerprint(tensor) if tensor.is_cpu else 0
-
-
-def _same(one: Any, other: Any) -> bool:
-    return bool(one == other or (one != one and other != other))  # nan too
 
 
 @contextmanager

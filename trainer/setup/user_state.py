@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lockstep.strategies.launch.program.functions import codes_of, variables_of
 from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.side_effect_free import differ
 from lockstep.strategies.sync.contents import checksum
 from lockstep.trainer.metrics.model_parts import ModelParts, Parts
 
@@ -214,7 +215,7 @@ def _differ(one: Any, other: Any) -> bool:
         return len(one.items) != len(other.items) or not _starts_with(one.items, other.items)
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() != other.keys() or any(_differ(one[key], other[key]) for key in one)
-    return not (one == other or (one != one and other != other))  # nan too
+    return differ(one, other)
 
 
 def _is_number(value: Any) -> bool:

@@ -21,7 +21,7 @@ from lockstep.strategies.methods.federated.control import Control
 from lockstep.strategies.methods.federated.copy import FreshOptimizers, RefusedOnClient, ServerCopy
 from lockstep.strategies.methods.federated.loader import Participant, Round
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
-from lockstep.strategies.modules.side_effect_free import numbers
+from lockstep.strategies.modules.side_effect_free import changed_numbers, numbers
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.step import weighted_losses
 
@@ -118,7 +118,12 @@ class ClientSteps(SPMDStrategy):
         if next(prepared, None) is not None:
             raise RuntimeError("a client was given more micro-batches than it has")
         self._refuse_changed(run, marks)
-        _refuse_counted(run.model, before)
+        if counts := changed_numbers(run.model, before):
+            raise RefusedOnClient(
+                f"training changed {shortened(counts, 5)} of the model on a client, which would depend on the clients "
+                "that a rank runs; use trainer.global_step, self.log or a registered buffer of floating point, which "
+                "is averaged"
+            )
         if calls != (self._agreement.num_calls() if self._agreement is not None else 0):
             raise RefusedOnClient(
                 "training_step or a hook of a batch called a collective of torch.distributed, but each client trains "
@@ -209,23 +214,6 @@ class ClientSteps(SPMDStrategy):
 
 def _versions(model: nn.Module) -> list[tuple[int, bool]]:
     return [(p._version, p.requires_grad) for p in model.parameters()]
-
-
-def _refuse_counted(model: nn.Module, before: dict[Any, Any]) -> None:
-    """Raise RefusedOnClient if a client has changed numbers that the model holds in attributes."""
-    now = numbers(model)
-    places = [place for place in {**before, **now} if not _same(before.get(place), now.get(place))]
-    if places:
-        names = {module: name for name, module in model.named_modules()}
-        shown = sorted(".".join(filter(None, (names.get(module, "?"), attribute))) for module, attribute, _ in places)
-        raise RefusedOnClient(
-            f"training changed {', '.join(shown[:5])} of the model on a client, which would depend on the clients that "
-            "a rank runs; use trainer.global_step, self.log or a registered buffer of floating point, which is averaged"
-        )
-
-
-def _same(one: Any, other: Any) -> bool:
-    return bool(one is other or one == other or (one != one and other != other))
 
 
 def _add_gradient(parameter: nn.Parameter, value: Tensor) -> None:
