@@ -18,8 +18,8 @@ from lockstep.strategies.data.sample_axis import (
     WHOLE,
     Repeated,
     Shown,
-    is_plain_object,
     items_of,
+    moves_itself,
     sized,
 )
 
@@ -175,7 +175,7 @@ class _Part:
                 held = self.of(getattr(batch, field.name), f"{path}.{field.name}", owner)
                 object.__setattr__(part, field.name, held)
             return part
-        if is_plain_object(batch):
+        if moves_itself(batch):
             part = copy.copy(batch)
             for name, value in vars(batch).items():
                 part.__dict__[name] = self.of(value, f"{path}.{name}", type(batch).__name__)

@@ -174,10 +174,10 @@ def items_of(value: Any, path: str) -> list[tuple[str, Any]]:
         return [(path + name, item) for name, item in zip(names, value, strict=True)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f"{path}.{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
-    return [(f"{path}.{name}", item) for name, item in vars(value).items()] if is_plain_object(value) else []
+    return [(f"{path}.{name}", item) for name, item in vars(value).items()] if moves_itself(value) else []
 
 
-def is_plain_object(batch: Any) -> bool:
+def moves_itself(batch: Any) -> bool:
     """Whether it is an object of a class of the user's that moves itself to a device, as batches do."""
     return (
         not isinstance(batch, (Tensor, nn.Module, type))

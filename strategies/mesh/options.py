@@ -1,4 +1,4 @@
-"""How a mesh is applied to a model: what FSDP, TensorParallel and Mesh take beside their sizes."""
+"""How a mesh is applied to a model: what FSDP, TensorParallel and MeshParallel take beside their sizes."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class ShardedStrategy(ShardedOptimizers):
-    """Base of FSDP, TensorParallel and Mesh: ranks in a mesh with some of the axes ddp, fsdp and tensor.
+    """Base of FSDP, TensorParallel and MeshParallel: ranks in a mesh with some of the axes ddp, fsdp and tensor.
 
     Each forward is a collective, so ranks without samples run the step too, on a batch of padding with weight
     zero, and what it leaves in the module is undone. Outside of steps a parameter is this rank's shard, a DTensor.

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_map_only
 
 from lockstep.strategies.modules.activation_checkpointing import find_recomputed
 from lockstep.strategies.modules.blocks import Layer, Rule, balance, find_layers, measures
-from lockstep.strategies.modules.call_order import call_order
 from lockstep.strategies.modules.model_changes import refuse_frequencies, refuse_unready
 from lockstep.strategies.modules.parameter_hooks import copy_module
+from lockstep.strategies.modules.source_order import call_order
 
 
 class Cut(NamedTuple):

@@ -66,7 +66,7 @@ _STALLED_S = 10.0
 
 
 class Saving:
-    """One rank's part in one save. `trainer.checkpoint.save` and `begin` go through it."""
+    """One rank's part in one save. `store.save` and `store.begin` go through it."""
 
     def __init__(self, path: str | os.PathLike[str], rank: int, world_size: int) -> None:
         self.final = Path(os.path.abspath(path))

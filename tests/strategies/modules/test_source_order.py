@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from lockstep.strategies.modules.call_order import call_order
+from lockstep.strategies.modules.source_order import call_order
 from lockstep.strategies.pipeline.partition import cut
 
 
