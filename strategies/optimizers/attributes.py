@@ -16,7 +16,7 @@ from lockstep.strategies.checkpoint_state import Reader, TensorShard, pack, unpa
 from lockstep.strategies.devices import move
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.optimizers.copies import HOOKS, REPLACED, WARNED
-from lockstep.strategies.sync.contents import checksum
+from lockstep.strategies.sync.contents import checksum, generator_state
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
@@ -246,17 +246,13 @@ class _Search:
         if isinstance(value, Optimizer):
             inner = {name: item for name, item in vars(value).items() if name not in _ASIDE}
             return self.mark({**inner, "groups": value.param_groups, "state": value.state}, depth)
-        if isinstance(value, torch.Generator):
-            return checksum(value.get_state())
         return self._of_object(value, depth)
 
     def _of_object(self, value: Any, depth: int) -> Any:
         if isinstance(value, set | frozenset):
             return sorted(map(repr, value))
-        if hasattr(value, "bit_generator"):
-            return repr(value.bit_generator.state)
-        if hasattr(value, "getstate"):
-            return repr(value.getstate())
+        if (state := generator_state(value)) is not None:
+            return state
         if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
             return id(value)
         return id(value), self.mark({**vars(value)}, depth - 1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import zlib
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,3 +21,16 @@ def checksum(tensor: Tensor, known: int = 0) -> int:
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether values are the same; NaN is the same as NaN, which is rare enough to be looked for afterwards."""
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def generator_state(value: Any) -> Any:
+    """What tells whether something was drawn from a generator of random numbers; None of anything else."""
+    if isinstance(value, torch.Generator):
+        return checksum(value.get_state())
+    if isinstance(value, random.Random):
+        return None if isinstance(value, random.SystemRandom) else value.getstate()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state(legacy=False))
+    return None

@@ -8,7 +8,6 @@ in each share, such as counters.
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from lockstep.strategies.launch.program.functions import codes_of, variables_of
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.side_effect_free import differ
-from lockstep.strategies.sync.contents import checksum
+from lockstep.strategies.sync.contents import checksum, generator_state
 from lockstep.trainer.metrics.model_parts import ModelParts, Parts
 
 if TYPE_CHECKING:
@@ -263,7 +262,7 @@ class _Search:
             if key not in _NOT_THEIRS:
                 self.marks[prefix + key] = self._mark(value, prefix + key, _DEPTH)
         for kind in filter(is_users_class, type(owner).__mro__):
-            self.marks |= {name: _of_generator(value) for name, value in _global_generators(kind).items()}
+            self.marks |= {name: generator_state(value) for name, value in _global_generators(kind).items()}
             for key, value in vars(kind).items():
                 if not key.startswith("__") and isinstance(value, _OF_CLASSES):
                     name = f"{kind.__name__}.{key}"
@@ -288,7 +287,7 @@ class _Search:
             return _of_tensor(value)
         if isinstance(value, np.ndarray):
             return value.shape, _of_array(value)
-        if (state := _of_generator(value)) is not None:
+        if (state := generator_state(value)) is not None:
             return state
         if isinstance(value, nn.Module):
             tensors = value.state_dict(keep_vars=True).items()
@@ -340,18 +339,6 @@ def _of_tensor(tensor: Tensor) -> Any:
     return tensor._version, id(tensor)
 
 
-def _of_generator(value: Any) -> Any:
-    if isinstance(value, torch.Generator):
-        return checksum(value.get_state())
-    if isinstance(value, random.Random):
-        return hash(value.getstate())
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return repr(value.get_state(legacy=False))
-    return None
-
-
 @cache
 def _global_generators(kind: type) -> dict[str, Any]:
     """By name the generators of random numbers that are globals of a file and that methods of a class use, or functions
@@ -363,7 +350,7 @@ def _global_generators(kind: type) -> dict[str, Any]:
                 value = function.__globals__.get(key)
                 if isinstance(value, FunctionType) and value.__module__ == kind.__module__ and value not in functions:
                     functions.append(value)
-                elif _of_generator(value) is not None:
+                elif generator_state(value) is not None:
                     found[f"{function.__module__}.{key}"] = value
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.strategies.sync.compression.compressor import Compressor, Encoding
-from lockstep.strategies.sync.contents import checksum
+from lockstep.strategies.sync.contents import checksum, generator_state
 
 _DEPTH = 5
 """How deep containers and objects within attributes are searched."""
@@ -185,12 +184,8 @@ def _mark(name: str, value: Any, found: dict[str, Any], depth: int) -> None:
         found[name] = value.dtype, value.shape, checksum(value)
     elif isinstance(value, np.ndarray):
         found[name] = value.dtype, value.shape, value.tobytes()
-    elif isinstance(value, torch.Generator):
-        found[name] = checksum(value.get_state())
-    elif isinstance(value, random.Random):
-        found[name] = value.getstate()
-    elif isinstance(value, np.random.Generator):
-        found[name] = repr(value.bit_generator.state)
+    elif (state := generator_state(value)) is not None:
+        found[name] = state
     elif isinstance(value, (bool, int, float, complex, str, bytes, set, frozenset)):
         found[name] = repr(value)
     elif isinstance(value, dict) and depth:

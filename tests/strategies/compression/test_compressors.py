@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -337,6 +338,14 @@ class Drawing(Halving):
         return (tensor * torch.rand((), generator=self.generator, dtype=tensor.dtype),)
 
 
+class DrawingByNumpy(Halving):
+    def __init__(self) -> None:
+        self.generator = np.random.RandomState(0)
+
+    def encode(self, tensor: Tensor, encoding: Encoding) -> Sequence[Tensor]:
+        return (tensor * self.generator.rand(),)
+
+
 class DrawingAnywhere(Halving):
     def decode(self, payload: Sequence[Tensor], encoding: Encoding) -> Tensor:
         return payload[0] * torch.rand((), dtype=torch.float64)
@@ -378,6 +387,7 @@ class OwnMemory(Halving):
         (Counting, "Counting changed calls while it encoded or decoded.* let decode keep it in encoding.memory"),
         (Momentum, r"Momentum changed before\['w'\] while"),
         (Drawing, "Drawing changed generator while"),
+        (DrawingByNumpy, "DrawingByNumpy changed generator while"),
         (DrawingAnywhere, "DrawingAnywhere drew from torch's own random numbers"),
         (OfItsClass, "OfItsClass changed seen"),
         (InPlace, "InPlace.encode changed the tensor that is encoded in place"),

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import Optimizer
@@ -205,7 +206,7 @@ class Holds(torch.optim.SGD):
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], lr=0.1)
         self.count, self.seen = 3, [1]
-        self.generator = torch.Generator()
+        self.generator, self.drawn = torch.Generator(), np.random.RandomState(0)
 
 
 def test_what_a_client_changes_in_attributes_is_put_back() -> None:
@@ -215,5 +216,7 @@ def test_what_a_client_changes_in_attributes_is_put_back() -> None:
     del optimizer.seen
     assert put_back(optimizer, before) == []
     assert (optimizer.count, optimizer.seen, hasattr(optimizer, "made")) == (3, [1], False)
+    optimizer.drawn.rand()
+    assert put_back(optimizer, before) == ["drawn"]
     del optimizer.generator
-    assert put_back(optimizer, before) == ["generator"]
+    assert put_back(optimizer, before) == ["generator", "drawn"]
