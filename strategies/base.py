@@ -30,11 +30,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import TypeVar
 
 from lockstep.strategies.precision import Precision as Precision
 
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from lockstep.strategies.checkpoint_state import Reader, State
     from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 
+W = TypeVar("W", bound=nn.Module, default=Any)
+"""What a strategy has made of a model: a class of its own, or, where it does not say, any module."""
 T = TypeVar("T")
 StepFn: TypeAlias = Callable[[Any, int], Any]
 """The user's step: takes a batch and its index, returns a loss."""
@@ -175,7 +178,7 @@ class StepHooks(NamedTuple):
 NO_HOOKS = StepHooks()
 
 
-class Strategy(ABC):
+class Strategy(ABC, Generic[W]):
     """Four duties behind twenty-six verbs: processes and devices, gradient sync, sampler seeding, checkpointing.
 
     Unless a verb says otherwise every rank calls it, in the same order.
@@ -221,7 +224,7 @@ class Strategy(ABC):
         """What is known of rank 0's topology once `configure` has run."""
         return self.topology
 
-    def check(self, model: nn.Module) -> None:  # noqa: B027 - not every strategy asks something of models
+    def check(self, model: nn.Module) -> None:
         """Raise ValueError for a model that `setup_module`, which calls it too, would refuse, as its modules show.
 
         One process calls it between `configure` and `launch`. It runs and changes nothing."""
@@ -244,24 +247,24 @@ class Strategy(ABC):
         """Leave the process group. Idempotent, safe after a failed `setup`, calls no collective."""
 
     @abstractmethod
-    def setup_module(self, model: nn.Module) -> nn.Module:
+    def setup_module(self, model: nn.Module) -> W:
         """Move, wrap or shard `model` in place; return the module that the other verbs take.
 
         Call it before optimizers exist: parameters may be replaced. The caller keeps using `model`.
         """
 
-    def teardown_module(self, wrapped: nn.Module) -> None:  # noqa: B027 - one that only moves it has nothing to undo
+    def teardown_module(self, wrapped: W) -> None:
         """Undo `setup_module`: the caller's module is plain again and holds the trained weights, whole.
 
         Needs the memory of the whole model where parameters were sharded over ranks. Of the ranks that `launch`
         started, all but rank 0 may leave their modules as they are.
         """
 
-    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+    def setup_optimizers(self, wrapped: W, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         """Take the optimizers that were built on the wrapped parameters; return those to step."""
         return optimizers
 
-    def adopt_changes(self, wrapped: nn.Module, after: bool = True) -> None:  # noqa: B027 - one process sees them
+    def adopt_changes(self, wrapped: W, after: bool = True) -> None:
         """Take over `requires_grad` and gradient hooks that user code has changed since the model was wrapped.
 
         Every rank calls it after such code, with `after=False` also before: ranks that change different parameters
@@ -269,7 +272,7 @@ class Strategy(ABC):
         """
 
     @contextmanager
-    def whole(self, wrapped: nn.Module) -> Iterator[None]:
+    def whole(self, wrapped: W) -> Iterator[None]:
         """While it lasts every parameter of the caller's model and its `.grad` are whole plain tensors on every rank.
 
         `state_dict()` is complete too. What was changed within, alike on all ranks, holds afterwards. Every rank calls
@@ -278,9 +281,7 @@ class Strategy(ABC):
         yield
 
     @contextmanager
-    def evaluation_weights(
-        self, wrapped: nn.Module, optimizers: Iterable[Optimizer], restore: bool = True
-    ) -> Iterator[None]:
+    def evaluation_weights(self, wrapped: W, optimizers: Iterable[Optimizer], restore: bool = True) -> Iterator[None]:
         """While it lasts the model holds the weights to evaluate, where `optimizers` train other ones; afterwards, with
         `restore`, those to train again, bit for bit. Every rank calls it, between steps."""
         yield
@@ -295,9 +296,7 @@ class Strategy(ABC):
     # ---- 2. gradient sync ------------------------------------------------------------------------
 
     @abstractmethod
-    def forward_backward(
-        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
-    ) -> StepResult:
+    def forward_backward(self, wrapped: W, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS) -> StepResult:
         """Compute the gradient of one optimizer step and leave it in `.grad`, equal on all replicas.
 
         `step_fn(batch, batch_idx)` returns the mean loss of a micro-batch, `Loss`, a dict with `"loss"`, a dict of
@@ -308,7 +307,7 @@ class Strategy(ABC):
         naming the rank, before any parameter changes.
         """
 
-    def turns(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], window: Window) -> Iterable[Window]:
+    def turns(self, wrapped: W, optimizers: dict[str, Optimizer], window: Window) -> Iterable[Window]:
         """Yield what of `window` belongs together: by default all of it.
 
         A strategy whose learners have weights of their own yields a part for each that this rank runs. Until the next
@@ -316,7 +315,7 @@ class Strategy(ABC):
         """
         return (window,)
 
-    def synchronize(self, wrapped: nn.Module) -> None:  # noqa: B027 - ranks of an exact strategy do not drift apart
+    def synchronize(self, wrapped: W) -> None:
         """Bring replicas together that drift apart by design: before validation, a save and the end of an epoch.
 
         Every rank calls it, between steps. Afterwards the model is the same on all of them.
@@ -325,7 +324,7 @@ class Strategy(ABC):
     @abstractmethod
     def evaluate(
         self,
-        wrapped: nn.Module,
+        wrapped: W,
         step_fn: Callable[..., Any],
         micro_batch: MicroBatch,
         *args: Any,
@@ -337,25 +336,21 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
+    def backward(self, wrapped: W, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
         """Manual optimization: accumulate the gradient of `loss` times `weight` on this rank only.
 
         `clip_gradients` and `optimizer_step` bring the ranks together. `retain_graph` as torch's, or RuntimeError.
         """
 
     @abstractmethod
-    def clip_gradients(
-        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
-    ) -> Tensor | None:
+    def clip_gradients(self, wrapped: W, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
         """Clip what `optimizer` will apply, by the 2-norm of the global gradient or by element ("value").
 
         Returns the norm before clipping, the same on all ranks (0-dim), or None for "value".
         """
 
     @abstractmethod
-    def optimizer_step(
-        self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
-    ) -> bool:
+    def optimizer_step(self, wrapped: W, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Step `optimizer`; False where loss scaling skipped the step, on all ranks alike."""
 
     @abstractmethod
@@ -391,9 +386,9 @@ class Strategy(ABC):
     # ---- 4. checkpointing ------------------------------------------------------------------------
 
     @abstractmethod
-    def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+    def state_dict(self, wrapped: W, optimizers: dict[str, Optimizer]) -> State:
         """This rank's pieces of model and optimizer state under canonical names with global shapes."""
 
     @abstractmethod
-    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+    def load_state_dict(self, wrapped: W, optimizers: dict[str, Optimizer], state: Reader) -> None:
         """Take over what any strategy saved on any number of ranks. Raises KeyError or ValueError by name."""

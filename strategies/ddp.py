@@ -30,7 +30,7 @@ from lockstep.strategies.sync.compression.names import REFUSES, compressor
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
 
-class DDP(SPMDStrategy):
+class DDP(SPMDStrategy[Replica]):
     """Data parallelism: each rank holds the whole model and sees its share of the global batch.
 
     Gradients are averaged by torch's DDP while the last backward of a window runs; the backwards before
@@ -106,13 +106,13 @@ class DDP(SPMDStrategy):
                 raise ValueError("static_graph=True concerns torch's reduction, which compress replaces; remove it")
             self.capabilities = Capabilities(bitwise=True, exact=False, refuses=REFUSES)
 
-    def setup_module(self, model: nn.Module) -> nn.Module:
+    def setup_module(self, model: nn.Module) -> Replica:
         self._first_window = True
         if self.sync_batchnorm:
             self._synced = batch_norm.synchronize(model)
         return super().setup_module(model)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> Replica:
         model = model.to(self.topology.device)
         share_buffers(model.modules())
         if self.compressor is None:
@@ -128,8 +128,7 @@ class DDP(SPMDStrategy):
         share_model(model)
         return Replica(model, self._options, reduces=False)
 
-    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
-        assert isinstance(wrapped, Replica)
+    def setup_optimizers(self, wrapped: Replica, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         self._optimizers = optimizers.values()
         self._buffers = SharedBuffers(wrapped.model, self.broadcast_buffers)
         if optimizers:
@@ -149,17 +148,15 @@ class DDP(SPMDStrategy):
             self._all_reduce = None
         super().teardown()
 
-    def teardown_module(self, wrapped: nn.Module) -> None:
+    def teardown_module(self, wrapped: Replica) -> None:
         super().teardown_module(wrapped)
-        assert isinstance(wrapped, Replica)
         wrapped.unwrap()
         batch_norm.restore(self._synced)
         self._synced = []
 
     def forward_backward(
-        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
+        self, wrapped: Replica, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
-        assert isinstance(wrapped, Replica)
         if wrapped.unstepped:
             self._wrap_stepped(wrapped)
         wrapped.begin_window()
@@ -176,7 +173,7 @@ class DDP(SPMDStrategy):
         return result
 
     def evaluate(
-        self, wrapped: nn.Module, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any, **options: Any
+        self, wrapped: Replica, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any, **options: Any
     ) -> Any:
         if not micro_batch.num_samples and any(layer.training for layer in self._synced):
             raise RuntimeError(
@@ -185,23 +182,20 @@ class DDP(SPMDStrategy):
             )
         return super().evaluate(wrapped, step_fn, micro_batch, *args, **options)
 
-    def extra_state(self, wrapped: nn.Module) -> dict[str, Any]:
-        assert isinstance(wrapped, Replica)
+    def extra_state(self, wrapped: Replica) -> dict[str, Any]:
         return {"bucket_order": wrapped.bucket_order()}
 
-    def load_extra_state(self, wrapped: nn.Module, saved: dict[str, Any]) -> None:
-        assert isinstance(wrapped, Replica)
+    def load_extra_state(self, wrapped: Replica, saved: dict[str, Any]) -> None:
         if wrapped.unstepped:  # groups that the saved run added
             self._wrap_stepped(wrapped)
         if isinstance(order := saved.get("bucket_order"), list):
             wrapped.lay_out(order)
 
-    def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
+    def run_step(self, wrapped: Replica, step_fn: StepFn) -> StepFn:
         return functools.partial(wrapped, step_fn)
 
-    def run_padding(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
+    def run_padding(self, wrapped: Replica, step_fn: StepFn) -> StepFn:
         """The step without effect, for the collectives that it calls, and a loss of zero."""
-        assert isinstance(wrapped, Replica)
         if self._synced:
             return self._run_synced_padding(wrapped, step_fn)
         model, stand_in = wrapped.model, functools.partial(wrapped, None)
@@ -246,8 +240,7 @@ class DDP(SPMDStrategy):
 
         return without_weight
 
-    def set_gradient_sync(self, wrapped: nn.Module, on: bool) -> None:
-        assert isinstance(wrapped, Replica)
+    def set_gradient_sync(self, wrapped: Replica, on: bool) -> None:
         wrapped.begin_micro_batch()
         if wrapped.ddp is not None:
             # What DDP.no_sync does. With static_graph the whole first window must be exchanged: torch records
@@ -255,11 +248,10 @@ class DDP(SPMDStrategy):
             self._forward_writes = self._first_window and self._options["static_graph"]
             wrapped.ddp.require_backward_grad_sync = on or self._forward_writes
 
-    def end_backward(self, wrapped: nn.Module) -> None:
-        assert isinstance(wrapped, Replica)
+    def end_backward(self, wrapped: Replica) -> None:
         wrapped.check_reduced()
 
-    def finish_gradients(self, wrapped: nn.Module) -> None:
+    def finish_gradients(self, wrapped: Replica) -> None:
         changed = self._changes.trainability() if self._changes is not None else []
         if changed:
             raise RuntimeError(
@@ -268,7 +260,6 @@ class DDP(SPMDStrategy):
                 "the others; change it in a hook such as on_train_batch_start"
             )
         control = self._agreement
-        assert isinstance(wrapped, Replica)
         if wrapped.unstepped and control is not None:
             self._refuse_unstepped(wrapped, control)
         asks = wrapped.used is not None
@@ -285,12 +276,10 @@ class DDP(SPMDStrategy):
         if first is not None:
             refuse_unstepped(self.broadcast(reached, first))
 
-    def unwrap(self, wrapped: nn.Module) -> nn.Module:
-        assert isinstance(wrapped, Replica)
+    def unwrap(self, wrapped: Replica) -> nn.Module:
         return wrapped.model
 
-    def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
-        assert isinstance(wrapped, Replica)
+    def trainability_changed(self, wrapped: Replica, names: list[str]) -> None:
         if not self._step_hooks.automatic:  # each backward of the user's own is summed by itself
             return
         if wrapped.micro_batches:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, StepFn, Strategy
+from lockstep.strategies.base import NO_HOOKS, StepFn, Strategy, W
 from lockstep.strategies.checkpoint_state import Reader, TensorShard
 from lockstep.strategies.losses import counting_nothing, reached_by
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
@@ -54,7 +54,7 @@ def _of_run(name: str) -> property:
     )
 
 
-class SPMDHooks(Strategy):
+class SPMDHooks(Strategy[W]):
     """Strategies override `wrap`, and of the others those whose default does not hold for them.
 
     Where the model is in a run is said by `wrap` and `unwrap`; how a window runs by `run_step`, `run_padding`,
@@ -83,25 +83,25 @@ class SPMDHooks(Strategy):
         return num_ranks
 
     @abstractmethod
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> W:
         """Move, wrap or shard `model`, which has the precision's dtype, and return what the other hooks take as
         `wrapped`."""
 
-    def unwrap(self, wrapped: nn.Module) -> nn.Module:
+    def unwrap(self, wrapped: W) -> nn.Module:
         """Return the module that `wrap` was given."""
         return wrapped
 
-    def set_gradient_sync(self, wrapped: nn.Module, on: bool) -> None:
+    def set_gradient_sync(self, wrapped: W, on: bool) -> None:
         """Called before each micro-batch: whether its backward ends the window, and must reduce the window's gradients.
 
         The gradients of the ranks are to be summed, not averaged.
         """
 
-    def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
+    def run_step(self, wrapped: W, step_fn: StepFn) -> StepFn:
         """Return what to call in place of `step_fn`, such as the wrapper's forward."""
         return step_fn
 
-    def run_padding(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
+    def run_padding(self, wrapped: W, step_fn: StepFn) -> StepFn:
         """Return what to call for a micro-batch of padding, on a rank that has no samples left.
 
         By default that is the step, for the collectives that it calls, without effect on the module, and its loss
@@ -123,35 +123,35 @@ class SPMDHooks(Strategy):
 
         return without_weight
 
-    def end_backward(self, wrapped: nn.Module) -> None:
+    def end_backward(self, wrapped: W) -> None:
         """Called after the last backward of a window, before this rank waits for the others."""
 
-    def finish_gradients(self, wrapped: nn.Module) -> None:
+    def finish_gradients(self, wrapped: W) -> None:
         """Called once the backwards of a window have run on all ranks: complete the gradients that the optimizer gets.
 
         May call collectives. Gradient hooks on parameters and the check that all is finite come after it. Not called
         if no rank has a loss, or without a process group.
         """
 
-    def local_gradients(self, wrapped: nn.Module) -> list[Tensor]:
+    def local_gradients(self, wrapped: W) -> list[Tensor]:
         """Return the gradients that a window has left for the optimizer on this rank, to be scaled in place."""
         return [p.grad for p in wrapped.parameters() if p.grad is not None]
 
-    def read_gradient(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+    def read_gradient(self, wrapped: W, parameter: nn.Parameter) -> Tensor | None:
         """Return the whole gradient of a parameter, a plain tensor; None if it has none.
 
         Ranks that share the parameter call it in the same order.
         """
         return parameter.grad
 
-    def write_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    def write_gradient(self, wrapped: W, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         """Let `gradient`, whole and equal on the ranks that share the parameter, be what the optimizer gets.
 
         None for all parameters, without a collective, leaves the optimizer nothing of the window.
         """
         parameter.grad = gradient
 
-    def sum_gradients(self, wrapped: nn.Module, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+    def sum_gradients(self, wrapped: W, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         """Manual optimization: sum over data ranks what `backward` has left in `.grad` of these parameters.
 
         Return those that were summed, without those that `backward` itself reduces. A gradient that no rank has stays
@@ -160,11 +160,11 @@ class SPMDHooks(Strategy):
         sum_gradients(parameters)
         return parameters
 
-    def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
+    def trainability_changed(self, wrapped: W, names: list[str]) -> None:
         """Called if user code has changed `requires_grad` of these parameters, or has cast them, since they were
         wrapped or since the last call."""
 
-    def open_optimizer(self, wrapped: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
+    def open_optimizer(self, wrapped: W, optimizer: Optimizer) -> AbstractContextManager[Any]:
         """Return the context in which `optimizer` holds what this rank steps.
 
         It yields the optimizer, or a stand-in on a rank that has nothing to step.
@@ -179,11 +179,11 @@ class SPMDHooks(Strategy):
         """Read a saved tensor, laid out as `like` is here."""
         return reader.read(name)
 
-    def extra_state(self, wrapped: nn.Module) -> dict[str, Any]:
+    def extra_state(self, wrapped: W) -> dict[str, Any]:
         """Return what the strategy itself remembers between steps: JSON data, equal on all ranks."""
         return {}
 
-    def load_extra_state(self, wrapped: nn.Module, saved: dict[str, Any]) -> None:
+    def load_extra_state(self, wrapped: W, saved: dict[str, Any]) -> None:
         """Take over what `extra_state` of the same strategy returned; another strategy's is {}."""
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import StepHooks
+from lockstep.strategies.base import StepHooks, W
 from lockstep.strategies.data.sharded_loader import MicroBatch
 from lockstep.strategies.hooks import SPMDHooks
 from lockstep.strategies.losses import OwnBackward, StandIn
@@ -29,7 +29,7 @@ from lockstep.strategies.sync.buffers import SharedBuffers
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
 
-class UserChanges(SPMDHooks):
+class UserChanges(SPMDHooks[W]):
     """Gradient hooks and what is trained are taken over at once, unless ranks meet for it. All changes are compared
     over ranks in a step."""
 
@@ -47,7 +47,7 @@ class UserChanges(SPMDHooks):
         self._edits = UserEdits()
         self._buffers: SharedBuffers | None = None
 
-    def _watch_changes(self, wrapped: nn.Module) -> None:
+    def _watch_changes(self, wrapped: W) -> None:
         """From here on `adopt_changes` takes over what user code changes."""
         if self._changes is not None:
             self._changes.close()
@@ -59,7 +59,7 @@ class UserChanges(SPMDHooks):
             self._changes.hold_places()
         self.adopt_changes(wrapped)
 
-    def adopt_changes(self, wrapped: nn.Module, after: bool = True) -> None:
+    def adopt_changes(self, wrapped: W, after: bool = True) -> None:
         if not after:
             self._edits.begin()
             if self._changes is not None:
@@ -76,12 +76,12 @@ class UserChanges(SPMDHooks):
         if self._changes.in_step_hooks or self._changes.begin_step is None:
             self._adopt_trainability(wrapped)
 
-    def _begin_step(self, wrapped: nn.Module) -> None:
+    def _begin_step(self, wrapped: W) -> None:
         assert self._changes is not None and self._agreement is not None
         self._agreement.begin([f"requires_grad or dtype of {name}" for name in self._changes.retrained])
         self._adopt_trainability(wrapped)
 
-    def _adopt_trainability(self, wrapped: nn.Module) -> None:
+    def _adopt_trainability(self, wrapped: W) -> None:
         assert self._changes is not None
         if self._changes.retrained:
             names, self._changes.retrained = self._changes.retrained, []
@@ -93,7 +93,7 @@ class UserChanges(SPMDHooks):
             raise replaced(names, self.name)
 
 
-class ManualOptimization(UserChanges):
+class ManualOptimization(UserChanges[W]):
     """What `SPMDStrategy` does between `backward` and `optimizer_step` if the step itself calls them."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class ManualOptimization(UserChanges):
             raise ValueError(self.capabilities.refuses[what])
 
     def _own(
-        self, wrapped: nn.Module, hooks: StepHooks, micro_batch: MicroBatch, output: Any, alone: bool = False
+        self, wrapped: W, hooks: StepHooks, micro_batch: MicroBatch, output: Any, alone: bool = False
     ) -> OwnBackward | None:
         """The user's backward for what the step returned. None for what counts nothing and only keeps ranks together:
         what the step left in the module for it is gone (see `reached_by`)."""
@@ -200,7 +200,7 @@ class ManualOptimization(UserChanges):
         )
 
     @contextmanager
-    def _one_backward(self, wrapped: nn.Module) -> Iterator[None]:
+    def _one_backward(self, wrapped: W) -> Iterator[None]:
         """Manual optimization: a backward within leaves in `.grad` what it leaves on one process, on top of what was
         there. Every rank calls it."""
         if self.sees_whole_gradients:
@@ -239,7 +239,7 @@ class ManualOptimization(UserChanges):
 
     def _run_parameter_hooks(
         self,
-        wrapped: nn.Module,
+        wrapped: W,
         only: set[int] | None = None,
         after: Callable[[nn.Parameter], None] | None = None,
     ) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Strategy, Topology
+from lockstep.strategies.base import NO_HOOKS, Strategy, Topology, W
 from lockstep.strategies.checkpoint_state import LocalShard, Reader, State, gather_state, restore_state
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.devices import check_launcher, device_index, resolve_accelerator, resolve_devices
@@ -44,7 +44,7 @@ from lockstep.strategies.sync.step_agreement import StepAgreement
 T = TypeVar("T")
 
 
-class SPMDStrategy(SPMDStep):
+class SPMDStrategy(SPMDStep[W]):
     """Base of the strategies in which every rank runs the user's step itself and autograd runs backward through it.
 
     Derive from it and override its hooks, which `strategies/hooks.py` lists.
@@ -211,7 +211,7 @@ class SPMDStrategy(SPMDStep):
         self.precision.teardown()
         process_group.destroy_process_group()
 
-    def setup_module(self, model: nn.Module) -> nn.Module:
+    def setup_module(self, model: nn.Module) -> W:
         if self.topology.rank == 0 or not self.capabilities.builds_on_meta:
             materialize(model)
         keep(model)  # a run that failed may have left some
@@ -229,12 +229,12 @@ class SPMDStrategy(SPMDStep):
             metric.to(self.topology.device)  # what moves parameters and buffers does not know their states
         return wrapped
 
-    def teardown_module(self, wrapped: nn.Module) -> None:
+    def teardown_module(self, wrapped: W) -> None:
         model = self.unwrap(wrapped)
         keep(model)
         self._parameter_hooks.put_back(model.named_parameters())
 
-    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+    def setup_optimizers(self, wrapped: W, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         if len(optimizers) > 1:
             self._refuse("several_optimizers")
         if self.topology.device.type == "cuda":
@@ -260,9 +260,7 @@ class SPMDStrategy(SPMDStep):
             self._agreement.edits = self._edits.take
 
     @contextmanager
-    def evaluation_weights(
-        self, wrapped: nn.Module, optimizers: Iterable[Optimizer], restore: bool = True
-    ) -> Iterator[None]:
+    def evaluation_weights(self, wrapped: W, optimizers: Iterable[Optimizer], restore: bool = True) -> Iterator[None]:
         if self._evaluation is not None:
             yield
             return
@@ -288,7 +286,7 @@ class SPMDStrategy(SPMDStep):
         self._evaluation = evaluation
         evaluation.begin()
 
-    def synchronize(self, wrapped: nn.Module) -> None:
+    def synchronize(self, wrapped: W) -> None:
         if self._edits.watches and self._agreement is not None:  # ranks may differ in whether hooks have run
             self._agreement.check()
 
@@ -336,7 +334,7 @@ class SPMDStrategy(SPMDStep):
 
     # ---- 4. checkpointing ------------------------------------------------------------------------------
 
-    def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+    def state_dict(self, wrapped: W, optimizers: dict[str, Optimizer]) -> State:
         with self._training_weights() as for_now:
             state = self._gather_state(wrapped, optimizers, self.local_shard, self._writes_owned)
             self._save_both(wrapped, optimizers, state, for_now)
@@ -356,14 +354,14 @@ class SPMDStrategy(SPMDStep):
             self._compression.save(state)
         return state
 
-    def _save_both(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: State, for_now: bool) -> None:
+    def _save_both(self, wrapped: W, optimizers: dict[str, Optimizer], state: State, for_now: bool) -> None:
         if for_now and any(map(modes.has_modes, optimizers.values())):  # what it refers to is about to change
             state.tensors = {name: replace(shard, tensor=shard.tensor.clone()) for name, shard in state.tensors.items()}
         evaluated = self.evaluation_weights(wrapped, optimizers.values())
         modes.save_both(self.unwrap(wrapped), optimizers, state, evaluated, self.local_shard)
 
     def _gather_state(
-        self, wrapped: nn.Module, optimizers: dict[str, Optimizer], shard: LocalShard, writes_owned: bool = True
+        self, wrapped: W, optimizers: dict[str, Optimizer], shard: LocalShard, writes_owned: bool = True
     ) -> State:
         """What this rank writes of model and optimizers; with `writes_owned` the state of what it steps for others
         too."""
@@ -374,14 +372,14 @@ class SPMDStrategy(SPMDStep):
                 self._owners[id(optimizer)].merge(state)
         return state
 
-    def _restore_state(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+    def _restore_state(self, wrapped: W, optimizers: dict[str, Optimizer], state: Reader) -> None:
         for key, optimizer in optimizers.items():
             if id(optimizer) in self._owners and key in state.meta["optimizers"]:
                 add_saved_groups(self.unwrap(wrapped), optimizer, state.meta["optimizers"][key]["param_groups"])
         with described(self._owners, optimizers) as owned:
             restore_state(self.unwrap(wrapped), optimizers, state, self.read_shard, owned)
 
-    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+    def load_state_dict(self, wrapped: W, optimizers: dict[str, Optimizer], state: Reader) -> None:
         self._restore_state(wrapped, optimizers, state)
         modes.load_training(self.unwrap(wrapped), optimizers, state, self.read_shard)
         self._evaluation = None if optimizers else self._evaluation

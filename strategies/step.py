@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, StepVote
+from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, StepVote, W
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.devices import move
 from lockstep.strategies.launch import fault_injection
@@ -34,7 +34,7 @@ _GRADIENT, _EXISTS = operator.attrgetter("grad"), functools.partial(operator.is_
 _NO_CAST = nullcontext()
 
 
-class SPMDStep(ManualOptimization):
+class SPMDStep(ManualOptimization[W]):
     """The step of `SPMDStrategy`. The weights of the mean, clipping, loss scaling, and the check that all is finite are
     here."""
 
@@ -65,9 +65,7 @@ class SPMDStep(ManualOptimization):
             torch.cuda.current_stream().wait_stream(self._copies)
         return moved
 
-    def forward_backward(
-        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
-    ) -> StepResult:
+    def forward_backward(self, wrapped: W, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS) -> StepResult:
         self._step_hooks, self._looks = hooks, not hooks.automatic
         if self.precision.scaler is not None:
             self.precision.scaler.end_step()
@@ -125,7 +123,7 @@ class SPMDStep(ManualOptimization):
             result = self._receive(wrapped, self._agreement)
         return self._conclude(wrapped, result, hooks, None if alone else window.num_samples) if result.count else result
 
-    def _run_manual(self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks) -> StepResult:
+    def _run_manual(self, wrapped: W, step_fn: StepFn, window: Window, hooks: StepHooks) -> StepResult:
         """Only call the step, on padding too: it runs backward and steps by itself. Returns what the ranks conclude."""
         self._refuse("manual_optimization")
         if self.sees_whole_gradients and self._changes is not None:
@@ -150,7 +148,7 @@ class SPMDStep(ManualOptimization):
             return StepResult(samples, vote.stop, None, 0.0 if self._on_cpu else None)
         return self._agreement.receive()
 
-    def _receive(self, wrapped: nn.Module, agreement: StepAgreement, in_tree: bool = False) -> StepResult:
+    def _receive(self, wrapped: W, agreement: StepAgreement, in_tree: bool = False) -> StepResult:
         """What the ranks conclude, once this one has run backward."""
         if not self.sees_whole_gradients:
             self._check_changes()
@@ -159,7 +157,7 @@ class SPMDStep(ManualOptimization):
 
     def evaluate(
         self,
-        wrapped: nn.Module,
+        wrapped: W,
         step_fn: Callable[..., Any],
         micro_batch: MicroBatch,
         *args: Any,
@@ -175,7 +173,7 @@ class SPMDStep(ManualOptimization):
                     step_fn(micro_batch.batch, *args)
         return None
 
-    def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
+    def backward(self, wrapped: W, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
         self._refuse("manual_optimization")
         loss = self._scaled(loss, weight)
         with self._one_backward(wrapped):
@@ -189,9 +187,7 @@ class SPMDStep(ManualOptimization):
         self.precision.scaler.end_step()
         return self.precision.scaler.scale(loss)
 
-    def clip_gradients(
-        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
-    ) -> Tensor | None:
+    def clip_gradients(self, wrapped: W, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
         parameters = self._in_model_order(optimizer)
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_once(optimizer, self.cuts_gradients or bool(parameters))
@@ -200,9 +196,7 @@ class SPMDStep(ManualOptimization):
         collectives.clip_values(parameters, value)
         return None
 
-    def optimizer_step(
-        self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
-    ) -> bool:
+    def optimizer_step(self, wrapped: W, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         if closure is not None:
             self._refuse("closures")
         if self._looks:
@@ -231,14 +225,12 @@ class SPMDStep(ManualOptimization):
 
     # ---- helpers -----------------------------------------------------------------------------------
 
-    def _drop_gradients(self, wrapped: nn.Module) -> None:
+    def _drop_gradients(self, wrapped: W) -> None:
         """Leave the optimizer nothing of this window."""
         for parameter in wrapped.parameters():
             self.write_gradient(wrapped, parameter, None)
 
-    def _conclude(
-        self, wrapped: nn.Module, result: StepResult, hooks: StepHooks, weighed_by: int | None = None
-    ) -> StepResult:
+    def _conclude(self, wrapped: W, result: StepResult, hooks: StepHooks, weighed_by: int | None = None) -> StepResult:
         """What `forward_backward` returns: completes gradients, runs users' hooks and checks that all is finite.
 
         `weighed_by` is the number that losses were divided by until all ranks' counts were known; None if it was
@@ -289,7 +281,7 @@ class SPMDStep(ManualOptimization):
         self._drop_gradients(wrapped)
         return result
 
-    def _name_of_first(self, wrapped: nn.Module, is_bad: bool) -> str | None:
+    def _name_of_first(self, wrapped: W, is_bad: bool) -> str | None:
         """The parameter whose gradient is not finite on the first rank that says so. Every rank calls it."""
         if self._agreement is None:
             return finite.name(self.unwrap(wrapped))

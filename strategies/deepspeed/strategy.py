@@ -42,7 +42,7 @@ from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-class DeepSpeed(SPMDStrategy):
+class DeepSpeed(SPMDStrategy[ZeroStep]):
     """Data parallelism whose ranks each keep a part of what DDP keeps whole, on DeepSpeed's engine.
 
     The engine steps the one optimizer that `configure_optimizers` returns, which must treat each element by
@@ -134,18 +134,17 @@ class DeepSpeed(SPMDStrategy):
         if "deepspeed.utils.groups" in sys.modules:  # the next engine must not find groups that are gone
             sys.modules["deepspeed.utils.groups"]._release_process_group_references()
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> ZeroStep:
         return ZeroStep(model.to(self.topology.device))
 
-    def teardown_module(self, wrapped: nn.Module) -> None:
+    def teardown_module(self, wrapped: ZeroStep) -> None:
         if isinstance(wrapped, ZeroStep) and wrapped.engine is not None:
             keeps = self.topology.rank == 0 or not environment.started_by_lockstep()  # the others end with the run
             wrapped.release(keeps)
         super().teardown_module(wrapped)
 
-    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+    def setup_optimizers(self, wrapped: ZeroStep, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         """Build the engine: from here on parameters, gradients and optimizer state are cut."""
-        assert isinstance(wrapped, ZeroStep)
         if len(optimizers) != 1:
             self._refuse("several_optimizers")
         ((key, optimizer),) = optimizers.items()
@@ -182,9 +181,8 @@ class DeepSpeed(SPMDStrategy):
     # ---- 2. gradient sync ------------------------------------------------------------------------
 
     def forward_backward(
-        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
+        self, wrapped: ZeroStep, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
-        assert isinstance(wrapped, ZeroStep)
         if not hooks.automatic:
             self._refuse("manual_optimization")
         wrapped.begin_window(hooks)
@@ -202,13 +200,12 @@ class DeepSpeed(SPMDStrategy):
 
     def evaluate(
         self,
-        wrapped: nn.Module,
+        wrapped: ZeroStep,
         step_fn: Callable[..., Any],
         micro_batch: MicroBatch,
         *args: Any,
         hooks: StepHooks = NO_HOOKS,
     ) -> Any:
-        assert isinstance(wrapped, ZeroStep)
         if wrapped.engine is None or wrapped.stage < 3:
             return super().evaluate(wrapped, step_fn, micro_batch, *args, hooks=hooks)
         with self.precision.autocast(self.topology.device):
@@ -219,14 +216,13 @@ class DeepSpeed(SPMDStrategy):
             return None
 
     def clip_gradients(
-        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+        self, wrapped: ZeroStep, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
         if self._given_clip is not None and (value, algorithm) != (self._given_clip, "norm"):
             raise ValueError(
                 f"DeepSpeed's config has gradient_clipping={self._given_clip} (by norm), but the run has "
                 f"gradient_clip_val={value} and gradient_clip_algorithm={algorithm!r}; drop one of them"
             )
-        assert isinstance(wrapped, ZeroStep)
         if not wrapped.has_gradients:
             raise RuntimeError(
                 "the gradient of a window, or its norm, was asked for before the window's last backward, when "
@@ -239,10 +235,8 @@ class DeepSpeed(SPMDStrategy):
         clip_by_value(gradients, value)
         return None
 
-    def optimizer_step(
-        self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
-    ) -> bool:
-        assert isinstance(wrapped, ZeroStep) and self._view is not None
+    def optimizer_step(self, wrapped: ZeroStep, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        assert self._view is not None
         if closure is not None:
             self._refuse("closures")
         if self._given_clip is not None and not self._clipped:
@@ -268,8 +262,7 @@ class DeepSpeed(SPMDStrategy):
         if self._agreement is not None and self._agreement.first_rank(changed) is not None:
             check_weights_alike(wrapped, self.all_gather)
 
-    def synchronize(self, wrapped: nn.Module) -> None:
-        assert isinstance(wrapped, ZeroStep)
+    def synchronize(self, wrapped: ZeroStep) -> None:
         if wrapped.engine is not None:
             self._adopt_weights(wrapped)
 
@@ -286,15 +279,13 @@ class DeepSpeed(SPMDStrategy):
 
     # ---- 4. checkpointing ------------------------------------------------------------------------
 
-    def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
-        assert isinstance(wrapped, ZeroStep)
+    def state_dict(self, wrapped: ZeroStep, optimizers: dict[str, Optimizer]) -> State:
         if wrapped.engine is None:
             return super().state_dict(wrapped, optimizers)
         self._check_saved(optimizers)
         return checkpoint.save(wrapped, optimizers, self.topology)
 
-    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        assert isinstance(wrapped, ZeroStep)
+    def load_state_dict(self, wrapped: ZeroStep, optimizers: dict[str, Optimizer], state: Reader) -> None:
         if wrapped.engine is None:
             return super().load_state_dict(wrapped, optimizers, state)
         self._check_saved(optimizers)
@@ -307,26 +298,21 @@ class DeepSpeed(SPMDStrategy):
 
     # ---- what the base class asks ------------------------------------------------------------------
 
-    def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
-        assert isinstance(wrapped, ZeroStep)
+    def run_step(self, wrapped: ZeroStep, step_fn: StepFn) -> StepFn:
         return functools.partial(wrapped.step, step_fn)
 
-    def run_padding(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
-        assert isinstance(wrapped, ZeroStep)
+    def run_padding(self, wrapped: ZeroStep, step_fn: StepFn) -> StepFn:
         return functools.partial(wrapped.weightless_step, step_fn)
 
-    def local_gradients(self, wrapped: nn.Module) -> list[Tensor]:
-        assert isinstance(wrapped, ZeroStep)
+    def local_gradients(self, wrapped: ZeroStep) -> list[Tensor]:
         return wrapped.partitions.gradients()
 
-    def end_backward(self, wrapped: nn.Module) -> None:
-        assert isinstance(wrapped, ZeroStep)
+    def end_backward(self, wrapped: ZeroStep) -> None:
         wrapped.access.is_users = wrapped.access.hides_gradients = True
         if self._order is not None:
             self._order.note(END_BACKWARD)
 
-    def finish_gradients(self, wrapped: nn.Module) -> None:
-        assert isinstance(wrapped, ZeroStep)
+    def finish_gradients(self, wrapped: ZeroStep) -> None:
         check_used(wrapped, None if self._agreement is None else self._agreement.gather, self.all_reduce)
         changed = self._changes.trainability() if self._changes is not None else []
         if changed:
@@ -338,8 +324,7 @@ class DeepSpeed(SPMDStrategy):
             torch._foreach_mul_(self.local_gradients(wrapped), self.topology.data_size)  # the engine averages
         wrapped.has_gradients = True
 
-    def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
-        assert isinstance(wrapped, ZeroStep)
+    def trainability_changed(self, wrapped: ZeroStep, names: list[str]) -> None:
         if wrapped.engine is None:
             return
         raise RuntimeError(
@@ -348,27 +333,23 @@ class DeepSpeed(SPMDStrategy):
         )
 
     @contextmanager
-    def whole(self, wrapped: nn.Module) -> Iterator[None]:
-        assert isinstance(wrapped, ZeroStep)
+    def whole(self, wrapped: ZeroStep) -> Iterator[None]:
         if wrapped.engine is None:
             yield
             return
         with wrapped.partitions.unsharded(wrapped.has_gradients):
             yield
 
-    def read_gradient(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
-        assert isinstance(wrapped, ZeroStep)
+    def read_gradient(self, wrapped: ZeroStep, parameter: nn.Parameter) -> Tensor | None:
         return wrapped.partitions.gradient(parameter) if parameter.requires_grad else None
 
-    def write_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        assert isinstance(wrapped, ZeroStep)
+    def write_gradient(self, wrapped: ZeroStep, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         if gradient is not None:
             wrapped.partitions.set_gradient(parameter, gradient)
         elif wrapped.has_gradients:  # all of them, at the first parameter
             wrapped.forget_gradients()
 
-    def unwrap(self, wrapped: nn.Module) -> nn.Module:
-        assert isinstance(wrapped, ZeroStep)
+    def unwrap(self, wrapped: ZeroStep) -> nn.Module:
         return wrapped.model
 
     # ---- helpers -----------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ from lockstep.strategies.sync.compression.names import REFUSES, compressor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from lockstep.strategies.mesh.mesh_model import MeshModel
+
 # torch.distributed.tensor and fsdp take a second to import, so the modules that use them
 # (strategies/mesh/axes.py, tensor_plan, dtensors.py) are imported where ranks are set up.
 
@@ -141,7 +143,7 @@ class ShardedStrategy(ShardedOptimizers):
                 exchange.close()
         self._mesh = self._steps = self._order = self._engine = self._named = self._buffers = None
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> MeshModel:
         gathers_low = self.options.low_precision_gather and "fsdp" in self._sizes
         compute_dtype = self.precision.autocast_dtype if gathers_low else None
         from lockstep.strategies.mesh.axes import apply_axes
@@ -167,24 +169,24 @@ class ShardedStrategy(ShardedOptimizers):
         steps.share_rng_state(self.topology.device)
         return wrapped
 
-    def teardown_module(self, wrapped: nn.Module) -> None:
-        wrapped.close()  # type: ignore[operator]
+    def teardown_module(self, wrapped: MeshModel) -> None:
+        wrapped.close()
         keeps = self.topology.rank == 0 or not environment.started_by_lockstep()  # the others end with the run
         named = self.unwrap(wrapped).named_parameters()
         held = {name: piece for name, p in named if (piece := self.local_shard(p)) is not None}
         whole = gather_whole(self, State(held), keep=keeps)
         if keeps:
-            wrapped.restore(whole.tensors)  # type: ignore[operator]
+            wrapped.restore(whole.tensors)
         super().teardown_module(wrapped)
 
-    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+    def setup_optimizers(self, wrapped: MeshModel, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         attached = super().setup_optimizers(wrapped, optimizers)
         self._named = self._sharded_by_name(wrapped)
         self._buffers = SharedBuffers(self.unwrap(wrapped), self.options.broadcast_buffers, self._peers)
         return attached
 
     @contextmanager
-    def whole(self, wrapped: nn.Module) -> Iterator[None]:
+    def whole(self, wrapped: MeshModel) -> Iterator[None]:
         if self._is_whole:
             yield
             return
@@ -193,7 +195,7 @@ class ShardedStrategy(ShardedOptimizers):
             raise within_step(self.name)
         from lockstep.strategies.mesh.whole_model import whole_model
 
-        wrapped.close()  # type: ignore[operator]
+        wrapped.close()
         self._is_whole = True
         try:
             with self._edits.paused(), whole_model(self.unwrap(wrapped), self.name, self._trained_by):
@@ -201,15 +203,15 @@ class ShardedStrategy(ShardedOptimizers):
         finally:
             self._is_whole = False
             if by_hand:
-                wrapped.gather()  # type: ignore[operator]
+                wrapped.gather()
 
     # ---- 2. gradient sync ------------------------------------------------------------------------
 
     def forward_backward(
-        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
+        self, wrapped: MeshModel, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
         whole = hooks.whole_gradients and len(window.micro_batches) > max(1, window.num_shares)
-        apart: list[nn.Parameter] = wrapped.unsharded  # type: ignore[assignment]
+        apart: list[nn.Parameter] = wrapped.unsharded
         if whole and self.topology.data_size > 1 and any(p.requires_grad for p in apart):
             raise partial_gradient("the gradients of parameters that are not sharded are summed once a step")
         self._sync_each = self.options.sync_every_micro_batch or bool(hooks.parameters) or whole
@@ -217,19 +219,19 @@ class ShardedStrategy(ShardedOptimizers):
             step_fn, hooks = steps.one_optimizer_each(wrapped, step_fn, hooks)
         self._in_step, self._micro_batches = True, 0
         try:
-            bracket = nullcontext() if hooks.automatic else wrapped.open()  # type: ignore[operator]
+            bracket = nullcontext() if hooks.automatic else wrapped.open()
             by_class = steps.losses_by_class(self.options.loss_parallel and "tensor" in self._sizes)
             with explained("training_step"), by_class, bracket, shared(self._buffers, window, self.name):
                 result = super().forward_backward(wrapped, step_fn, window, hooks)
         finally:
             self._in_step = False
-            wrapped.close()  # type: ignore[operator]
+            wrapped.close()
         mixed_tensors.refuse_kept_copies(self.unwrap(wrapped), self.name)
         return result
 
     def evaluate(
         self,
-        wrapped: nn.Module,
+        wrapped: MeshModel,
         step_fn: Callable[..., Any],
         micro_batch: MicroBatch,
         *args: Any,
@@ -238,18 +240,18 @@ class ShardedStrategy(ShardedOptimizers):
         try:
             with self.precision.autocast(self.topology.device):
                 if micro_batch.num_samples:
-                    return wrapped.run(step_fn, micro_batch.batch, *args)  # type: ignore[operator]
+                    return wrapped.run(step_fn, micro_batch.batch, *args)
                 with side_effect_free(self.unwrap(wrapped)), hooks.log_scope(0):
-                    wrapped.run(step_fn, micro_batch.batch, *args)  # type: ignore[operator]
+                    wrapped.run(step_fn, micro_batch.batch, *args)
                 return None
         finally:
-            wrapped.close()  # type: ignore[operator]
+            wrapped.close()
 
-    def backward(self, wrapped: nn.Module, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
+    def backward(self, wrapped: MeshModel, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
         if retain_graph:
             raise RuntimeError("retain_graph=True: sharded parameters are freed after backward; add the losses up")
         loss = self._scaled(loss, weight)
-        wrapped.synchronize(True)  # type: ignore[operator]
+        wrapped.synchronize(True)
         with self._one_backward(wrapped):
             wrapped(lambda: loss).backward()  # through the root, which frees and exchanges once the walk is over
             self.end_backward(wrapped)
@@ -257,27 +259,27 @@ class ShardedStrategy(ShardedOptimizers):
 
     # ---- 4. checkpointing ------------------------------------------------------------------------
 
-    def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
-        wrapped.close()  # type: ignore[operator]
+    def state_dict(self, wrapped: MeshModel, optimizers: dict[str, Optimizer]) -> State:
+        wrapped.close()
         return super().state_dict(wrapped, optimizers)
 
-    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
-        wrapped.close()  # type: ignore[operator]
+    def load_state_dict(self, wrapped: MeshModel, optimizers: dict[str, Optimizer], state: Reader) -> None:
+        wrapped.close()
         super().load_state_dict(wrapped, optimizers, state)
 
     # ---- what SPMDStrategy asks -------------------------------------------------------------------
 
-    def end_backward(self, wrapped: nn.Module) -> None:
+    def end_backward(self, wrapped: MeshModel) -> None:
         if self._order is not None:
             self._order.note(END_BACKWARD)
 
-    def finish_gradients(self, wrapped: nn.Module) -> None:
+    def finish_gradients(self, wrapped: MeshModel) -> None:
         from lockstep.strategies.mesh import dtensors
 
-        wrapped.close()  # type: ignore[operator]
+        wrapped.close()
         self._check_used(wrapped)
         dtensors.settle(self._watched or wrapped.parameters())
-        whole = [p for p in wrapped.unsharded if p.requires_grad]  # type: ignore[union-attr]
+        whole = [p for p in wrapped.unsharded if p.requires_grad]
         if self._compression is None:
             self._sum(whole)
         else:
@@ -285,22 +287,22 @@ class ShardedStrategy(ShardedOptimizers):
         self._align(wrapped, self._watched or wrapped.parameters())
         self._in_step = False
 
-    def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
-        run: Callable[..., Any] = wrapped.run  # type: ignore[assignment]
+    def run_step(self, wrapped: MeshModel, step_fn: StepFn) -> StepFn:
+        run: Callable[..., Any] = wrapped.run
         step = steps.checked(step_fn, self._changes, self.topology)
         call = functools.partial(run, step) if self._steps is None else self._steps.announcing(run, step)
         return steps.ending_with_loss(wrapped, call) if self._sizes.keys() & {"ddp", "fsdp"} else call
 
-    def local_gradients(self, wrapped: nn.Module) -> list[Tensor]:
+    def local_gradients(self, wrapped: MeshModel) -> list[Tensor]:
         parameters = self._watched or wrapped.parameters()
         with torch.no_grad():  # else torch makes a view that gradients flow through
             return [local(gradient) for p in parameters if (gradient := p.grad) is not None]
 
-    def set_gradient_sync(self, wrapped: nn.Module, on: bool) -> None:
+    def set_gradient_sync(self, wrapped: MeshModel, on: bool) -> None:
         self._micro_batches += 1
-        wrapped.synchronizes = on or self._sync_each  # type: ignore[assignment]
+        wrapped.synchronizes = on or self._sync_each
 
-    def sum_gradients(self, wrapped: nn.Module, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+    def sum_gradients(self, wrapped: MeshModel, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         from lockstep.strategies.mesh import dtensors
 
         dtensors.settle(parameters)
@@ -309,27 +311,27 @@ class ShardedStrategy(ShardedOptimizers):
         self._align(wrapped, parameters)
         return apart
 
-    def read_gradient(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+    def read_gradient(self, wrapped: MeshModel, parameter: nn.Parameter) -> Tensor | None:
         from lockstep.strategies.mesh import whole_model
 
         return whole_model.gradient_of(parameter)
 
-    def write_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    def write_gradient(self, wrapped: MeshModel, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         from lockstep.strategies.mesh.whole_model import put_gradient
 
         put_gradient(parameter, gradient)
 
-    def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
+    def trainability_changed(self, wrapped: MeshModel, names: list[str]) -> None:
         if self._in_step and self._micro_batches and wrapped.units and not wrapped.manual:
             raise changed_within_window(names, self.name)
-        if wrapped.trains_several_dtypes():  # type: ignore[operator]
+        if wrapped.trains_several_dtypes():
             raise RuntimeError(
                 f"{shortened(names)} changed requires_grad or dtype, and another dtype is trained in the same block, "
                 f"which {self.name} reduces at once; convert both to one dtype, or set that before fit"
             )
 
-    def unwrap(self, wrapped: nn.Module) -> nn.Module:
-        return wrapped.model  # type: ignore[return-value]
+    def unwrap(self, wrapped: MeshModel) -> nn.Module:
+        return wrapped.model
 
     def local_shard(self, tensor: Tensor) -> TensorShard | None:
         from lockstep.strategies.mesh import dtensors
@@ -351,17 +353,17 @@ class ShardedStrategy(ShardedOptimizers):
         names = getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ()
         return "ddp" in names or "fsdp" in names
 
-    def _check_used(self, wrapped: nn.Module) -> None:
+    def _check_used(self, wrapped: MeshModel) -> None:
         """Raise RuntimeError where the ranks gave gradients to different parameters: torch has averaged one with
         another."""
         if self._steps is None:
             return
         cut = self._sharded_by_name(wrapped) if self._named is None else self._named
         allowed, order = self.options.find_unused_parameters, 0 if self._order is None else self._order.take()
-        used: set[int] = wrapped.used  # type: ignore[assignment]
+        used: set[int] = wrapped.used
         mask = bytes(id(p) in used if allowed else p.grad is not None for _, p in cut)
         used.clear()
-        changed: dict[int, int] = wrapped.writes.take()  # type: ignore[operator, assignment, call-arg]
+        changed: dict[int, int] = wrapped.writes.take()
         number = zlib.crc32(mask, order) + (1 << 32 if changed else 0)
         if self._agreement.is_equal(number):  # type: ignore[union-attr]
             if changed:
@@ -384,7 +386,7 @@ class ShardedStrategy(ShardedOptimizers):
         numbers = all_gather(torch.tensor([changed.get(id(p), -1) for _, p in cut]), self._engine)
         steps.compare_writes(cut, numbers, self._sizes.get("tensor", 1), self.name)
 
-    def _sharded_by_name(self, wrapped: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    def _sharded_by_name(self, wrapped: MeshModel) -> list[tuple[str, nn.Parameter]]:
         """The parameters whose gradients torch brings together."""
         whole = set(map(id, getattr(wrapped, "unsharded", ())))
         return [(name, p) for name, p in self.unwrap(wrapped).named_parameters() if id(p) not in whole]

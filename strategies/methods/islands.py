@@ -26,6 +26,7 @@ from lockstep.strategies.sync.collectives import own_group, sum_gradients
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
 if TYPE_CHECKING:
+    from lockstep.strategies.mesh.mesh_model import MeshModel
     from lockstep.strategies.methods.local_updates import LocalUpdates
 
 _WHOLE = "the mean of sharded learners is sharded; use one that is elementwise, or learners of one rank each"
@@ -70,7 +71,7 @@ def configured(given: LocalUpdates, devices: int | str, accelerator: str, num_no
     return strategy.configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
 
 
-class Islands(LearnerRounds, ShardedStrategy):
+class Islands(LearnerRounds["MeshModel"], ShardedStrategy):
     """Local updates whose learners are the outermost axis of a mesh; torch shards a learner over the other axes.
 
     Within a round a rank exchanges with the ranks of its island alone, and at its end each shard with the ranks that
@@ -119,7 +120,7 @@ class Islands(LearnerRounds, ShardedStrategy):
         self._own_agreement = self._own_peers = self._across = None
         super().teardown()
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> MeshModel:
         from lockstep.strategies.mesh import dtensors
 
         self._forget()
@@ -135,7 +136,7 @@ class Islands(LearnerRounds, ShardedStrategy):
         )
         return super().wrap(model)
 
-    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+    def setup_optimizers(self, wrapped: MeshModel, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         from lockstep.strategies.mesh import dtensors
         from lockstep.strategies.optimizers.owners import needs_whole
 
@@ -148,11 +149,11 @@ class Islands(LearnerRounds, ShardedStrategy):
 
     # ---- the step of a learner ------------------------------------------------------------------------
 
-    def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
+    def run_step(self, wrapped: MeshModel, step_fn: StepFn) -> StepFn:
         run = super().run_step(wrapped, step_fn)
         return run if self._held is None or self._number == 1 else _within(run, self._held)
 
-    def finish_gradients(self, wrapped: nn.Module) -> None:
+    def finish_gradients(self, wrapped: MeshModel) -> None:
         if self._turn is not None:
             super().finish_gradients(wrapped)
             return

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, StepVote
+from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, StepVote, W
 from lockstep.strategies.checkpoint_state import Reader, State
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.methods import learner_state
@@ -37,7 +37,7 @@ REFUSES = {
 }
 
 
-class LearnerRounds(SPMDStrategy):
+class LearnerRounds(SPMDStrategy[W]):
     """Base of the strategies whose learners train by themselves for a round: on a rank, or on an island of ranks.
 
     Another base gives the step of a learner. It agrees on it with `_own_agreement` and `_own_peers`.
@@ -79,7 +79,7 @@ class LearnerRounds(SPMDStrategy):
         self._seed = self._seed or seed
         return super().shard_loader(loader, seed=seed, shuffle=shuffle, accumulate=accumulate, split=split)
 
-    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+    def setup_optimizers(self, wrapped: W, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         for optimizer in optimizers.values():
             if modes.has_modes(optimizer):
                 raise ValueError(
@@ -99,7 +99,7 @@ class LearnerRounds(SPMDStrategy):
             self._thread = self._beside = None
         super().teardown()
 
-    def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
+    def trainability_changed(self, wrapped: W, names: list[str]) -> None:
         if not self._together:
             raise RuntimeError(
                 f"requires_grad was changed while learners are apart ({shortened(names)}); change it in a hook such as "
@@ -107,7 +107,7 @@ class LearnerRounds(SPMDStrategy):
             )
         super().trainability_changed(wrapped, names)
 
-    def take_share(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], share: int) -> bool:
+    def take_share(self, wrapped: W, optimizers: dict[str, Optimizer], share: int) -> bool:
         if not self._apart or len(self._learners) < 2:
             return False
         assert self._state_of is not None
@@ -117,7 +117,7 @@ class LearnerRounds(SPMDStrategy):
             parameter.grad = gradient
         return True
 
-    def turns(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], window: Window) -> Iterator[Window]:
+    def turns(self, wrapped: W, optimizers: dict[str, Optimizer], window: Window) -> Iterator[Window]:
         self._opened = True
         self._apart = self._windows >= self.rounds.start
         if not self._apart:
@@ -128,9 +128,7 @@ class LearnerRounds(SPMDStrategy):
         self._windows += 1
         self._opened = False
 
-    def forward_backward(
-        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
-    ) -> StepResult:
+    def forward_backward(self, wrapped: W, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS) -> StepResult:
         if not self._opened and not self.capabilities.synchronous:
             raise RuntimeError(
                 f"{self.name}.forward_backward was called outside of a learner's turn; call it with each "
@@ -158,7 +156,7 @@ class LearnerRounds(SPMDStrategy):
         of_all = self._held.receive()
         return result._replace(stop=of_all.stop, non_finite=result.non_finite or of_all.non_finite)
 
-    def synchronize(self, wrapped: nn.Module) -> None:
+    def synchronize(self, wrapped: W) -> None:
         outer = self._outer
         if outer is None or not self._learners:
             return
@@ -177,7 +175,7 @@ class LearnerRounds(SPMDStrategy):
         if self._state_of is not None:  # hooks follow, which may write through numpy
             self._state_of.marks = Marks.of(self._state_of.state, bits=True)
 
-    def _rounds(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], window: Window) -> Iterator[Window]:
+    def _rounds(self, wrapped: W, optimizers: dict[str, Optimizer], window: Window) -> Iterator[Window]:
         """A window of learners that step by themselves, and what follows it."""
         outer = self._outer
         assert outer is not None
@@ -224,12 +222,12 @@ class LearnerRounds(SPMDStrategy):
             self._agreement, self._held, self._peers = self._held, None, None
         self._turn = self._refusal = None
 
-    def _create(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> None:
+    def _create(self, wrapped: W, optimizers: dict[str, Optimizer]) -> None:
         """Make this rank's learners, with what model and optimizers hold now."""
         self._learners = make_learners(self._counterparts.own, self.unwrap(wrapped), optimizers)
         self._loaded, self._state_of = 0, None
 
-    def _part(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], outer: Outer) -> None:
+    def _part(self, wrapped: W, optimizers: dict[str, Optimizer], outer: Outer) -> None:
         """The beginning of a round: all learners start from the model's weights."""
         if not self._learners:
             self._create(wrapped, optimizers)
@@ -245,7 +243,7 @@ class LearnerRounds(SPMDStrategy):
         self._together = self._buffers_together = False
         self._position = 0
 
-    def _load(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], index: int) -> None:
+    def _load(self, wrapped: W, optimizers: dict[str, Optimizer], index: int) -> None:
         """Put learner `index` of this rank into the model and into `optimizers`."""
         learner, together = self._learners[index], self._together and self._buffers_together
         if len(self._learners) > 1:
@@ -278,7 +276,7 @@ class LearnerRounds(SPMDStrategy):
                 f"{len(self._learners)} learners, each with its own; use as many ranks as learners"
             )
 
-    def _take_over(self, wrapped: nn.Module) -> None:
+    def _take_over(self, wrapped: W) -> None:
         """Let the weights of the learner in the model be those that user code has assigned to `data`, if it did."""
         self._learners[self._loaded].weights = [parameter.data for parameter in wrapped.parameters()]
 
@@ -296,7 +294,7 @@ class LearnerRounds(SPMDStrategy):
         self._opened, self.ranks_meet = False, True
         self._end_turns()
 
-    def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
+    def state_dict(self, wrapped: W, optimizers: dict[str, Optimizer]) -> State:
         self.synchronize(wrapped)
         if not optimizers or not self._learners:
             return super().state_dict(wrapped, optimizers)
@@ -310,7 +308,7 @@ class LearnerRounds(SPMDStrategy):
         self._outer.save(state, self.local_shard, self)
         return state
 
-    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+    def load_state_dict(self, wrapped: W, optimizers: dict[str, Optimizer], state: Reader) -> None:
         super().load_state_dict(wrapped, optimizers, state)
         self._forget()
         if not optimizers or "learners" not in state.meta or self._windows < self.rounds.start:
@@ -322,10 +320,10 @@ class LearnerRounds(SPMDStrategy):
         self._numbers.restore(optimizers, self._learners, numbers)
         self._outer.load(state, self.read_shard)
 
-    def extra_state(self, wrapped: nn.Module) -> dict[str, Any]:
+    def extra_state(self, wrapped: W) -> dict[str, Any]:
         return {"steps": self._windows}
 
-    def load_extra_state(self, wrapped: nn.Module, saved: dict[str, Any]) -> None:
+    def load_extra_state(self, wrapped: W, saved: dict[str, Any]) -> None:
         self._windows = saved.get("steps", 0)
 
 

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+    from lockstep.strategies.mesh.mesh_model import MeshModel
 
-class ShardedOptimizers(SPMDStrategy):
+
+class ShardedOptimizers(SPMDStrategy["MeshModel"]):
     """What `ShardedStrategy` does with optimizers."""
 
     _mesh: DeviceMesh | None = None
@@ -28,7 +30,7 @@ class ShardedOptimizers(SPMDStrategy):
     """The ranks over which parameters are sharded, None for all."""
     _compared = True
 
-    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+    def setup_optimizers(self, wrapped: MeshModel, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         from lockstep.strategies.mesh import dtensors
         from lockstep.strategies.optimizers.owners import Owners, needs_whole
 
@@ -47,7 +49,7 @@ class ShardedOptimizers(SPMDStrategy):
         return attached
 
     def clip_gradients(
-        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+        self, wrapped: MeshModel, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
         from lockstep.strategies.mesh import dtensors
 
@@ -60,11 +62,11 @@ class ShardedOptimizers(SPMDStrategy):
         return None
 
     def optimizer_step(
-        self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+        self, wrapped: MeshModel, optimizer: Optimizer, closure: Callable[[], Any] | None = None
     ) -> bool:
         from lockstep.strategies.mesh import dtensors
 
-        wrapped.close()  # type: ignore[operator]
+        wrapped.close()
         if wrapped.depth and closure is not None:
             closure = _within_the_step(wrapped, closure)
         self._compare(wrapped)
@@ -77,25 +79,25 @@ class ShardedOptimizers(SPMDStrategy):
                 with owners.whole(closure) as (held, called):
                     stepped = super().optimizer_step(wrapped, held, called)
         if wrapped.depth:
-            wrapped.gather()  # type: ignore[operator]
+            wrapped.gather()
         return stepped
 
-    def _align(self, wrapped: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    def _align(self, wrapped: MeshModel, parameters: Iterable[nn.Parameter]) -> None:
         """Let the ranks of a tensor group step alike what each holds whole. Every rank calls it."""
         if steps.may_differ(self._mesh):
             self._compare(wrapped)
             steps.align(parameters, self._mesh)
 
-    def _compare(self, wrapped: nn.Module) -> None:
+    def _compare(self, wrapped: MeshModel) -> None:
         if not self._compared:
             self._compared = steps.compare_whole_gradients(self.unwrap(wrapped), self._mesh)
 
     @contextmanager
-    def open_optimizer(self, wrapped: nn.Module, optimizer: Optimizer) -> Iterator[Any]:
+    def open_optimizer(self, wrapped: MeshModel, optimizer: Optimizer) -> Iterator[Any]:
         from lockstep.strategies.mesh import dtensors
 
         owners = self._owners.get(id(optimizer))
-        wrapped.close()  # type: ignore[operator]
+        wrapped.close()
         if owners is None:
             with dtensors.groups_by_mesh(optimizer):
                 yield optimizer
@@ -104,15 +106,15 @@ class ShardedOptimizers(SPMDStrategy):
                 yield held
 
 
-def _within_the_step(wrapped: nn.Module, closure: Callable[[], Any]) -> Callable[[], Any]:
+def _within_the_step(wrapped: MeshModel, closure: Callable[[], Any]) -> Callable[[], Any]:
     """`closure` of manual optimization, which computes with the parameters as they are now, and leaves gradients where
     the optimizer finds them."""
 
     def call() -> Any:
-        wrapped.gather()  # type: ignore[operator]
+        wrapped.gather()
         try:
             return closure()
         finally:
-            wrapped.close()  # type: ignore[operator]
+            wrapped.close()
 
     return call

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.pipeline.engine import Engines
 
 
-class StagedStrategy(SPMDStrategy):
+class StagedStrategy(SPMDStrategy[Staged]):
     """Base of the strategies that cut a model into stages; `Pipeline` says what the arguments are."""
 
     cuts_gradients = meets_to_retrain = True
@@ -136,7 +136,7 @@ class StagedStrategy(SPMDStrategy):
         self._optimizers.clear()
         self._engines, self._ranks = None, PipelineRanks()
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> Staged:
         if not environment.started_by_lockstep():  # each rank has drawn initial weights of its own
             share_model(model)
         parts, costs, device = partition.cut(model, self.module), None, self.topology.device
@@ -155,20 +155,18 @@ class StagedStrategy(SPMDStrategy):
         self._steps_seen = 0
         return staged
 
-    def teardown_module(self, wrapped: nn.Module) -> None:
-        assert isinstance(wrapped, Staged)
+    def teardown_module(self, wrapped: Staged) -> None:
         keeps = self.topology.rank == 0 or not environment.started_by_lockstep()  # else this process ends with the run
         tensors = gather_whole(self, self.state_dict(wrapped, {}), keep=keeps).tensors
         if keeps:
             wrapped.restore({name.removeprefix("model/"): tensor for name, tensor in tensors.items()})
         super().teardown_module(wrapped)
 
-    def setup_optimizers(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+    def setup_optimizers(self, wrapped: Staged, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         """Take optimizers that hold the model's parameters; each steps those of this rank.
 
         Their groups continue listing all, so that hooks find none missing silently.
         """
-        assert isinstance(wrapped, Staged)
         needs = find_needs(wrapped, optimizers, self, self.num_stage_ranks)
         self._optimizers.update(optimizers.values())
         with shown(optimizers.values()):
@@ -192,21 +190,17 @@ class StagedStrategy(SPMDStrategy):
             lambda: [] if self._changes is None else self._changes.trainability(),
         )
 
-    def optimizer_step(
-        self, wrapped: nn.Module, optimizer: Optimizer, closure: Callable[[], Any] | None = None
-    ) -> bool:
-        assert isinstance(wrapped, Staged)
+    def optimizer_step(self, wrapped: Staged, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         if id(optimizer) in self._owners:
             self._owners[id(optimizer)].check_closure(closure)
         with self.open_optimizer(wrapped, optimizer) as held:
             return super().optimizer_step(wrapped, held, closure)
 
-    def open_optimizer(self, wrapped: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Optimizer]:
+    def open_optimizer(self, wrapped: Staged, optimizer: Optimizer) -> AbstractContextManager[Optimizer]:
         return held_here(optimizer, self._ranks.mesh is not None, self._owners.get(id(optimizer)))
 
     @contextmanager
-    def whole(self, wrapped: nn.Module) -> Iterator[None]:
-        assert isinstance(wrapped, Staged)
+    def whole(self, wrapped: Staged) -> Iterator[None]:
         is_running = self._engines is not None and self._engines.is_running
         if is_running or (wrapped.shards is not None and wrapped.shards.gathered):
             raise RuntimeError(
@@ -227,8 +221,7 @@ class StagedStrategy(SPMDStrategy):
 
     # ---- 4. checkpointing ------------------------------------------------------------------------
 
-    def state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer]) -> State:
-        assert isinstance(wrapped, Staged)
+    def state_dict(self, wrapped: Staged, optimizers: dict[str, Optimizer]) -> State:
         with self._training_weights() as for_now:
             with shown(optimizers.values(), self._owners):
                 state = self._gather_state(wrapped, optimizers, self.local_shard)
@@ -238,16 +231,16 @@ class StagedStrategy(SPMDStrategy):
         state.meta["extra"] = {self.name: self.extra_state(wrapped)}
         return state
 
-    def load_state_dict(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], state: Reader) -> None:
+    def load_state_dict(self, wrapped: Staged, optimizers: dict[str, Optimizer], state: Reader) -> None:
         with shown(optimizers.values(), self._owners):
             super().load_state_dict(wrapped, optimizers, state)
 
     # ---- what SPMDStrategy asks -------------------------------------------------------------------
 
-    def extra_state(self, wrapped: nn.Module) -> dict[str, Any]:
+    def extra_state(self, wrapped: Staged) -> dict[str, Any]:
         return {"steps_seen": self._steps_seen}
 
-    def load_extra_state(self, wrapped: nn.Module, saved: dict[str, Any]) -> None:
+    def load_extra_state(self, wrapped: Staged, saved: dict[str, Any]) -> None:
         self._steps_seen = saved.get("steps_seen", 0)
 
     def local_shard(self, tensor: Tensor) -> TensorShard | None:
@@ -266,34 +259,32 @@ class StagedStrategy(SPMDStrategy):
 
         return dtensors.take(reader, name, like)
 
-    def local_gradients(self, wrapped: nn.Module) -> list[Tensor]:
+    def local_gradients(self, wrapped: Staged) -> list[Tensor]:
         return [local(gradient) for p in self._watched or wrapped.parameters() if (gradient := p.grad) is not None]
 
-    def read_gradient(self, wrapped: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+    def read_gradient(self, wrapped: Staged, parameter: nn.Parameter) -> Tensor | None:
         if not is_here(parameter) or parameter.grad is None:
             return None
         return parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
 
-    def write_gradient(self, wrapped: nn.Module, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    def write_gradient(self, wrapped: Staged, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         sharded = hasattr(parameter, "device_mesh")
         parameter.grad = shard_like(gradient, parameter) if gradient is not None and sharded else gradient
 
-    def adopt_changes(self, wrapped: nn.Module, after: bool = True) -> None:
-        assert isinstance(wrapped, Staged)
+    def adopt_changes(self, wrapped: Staged, after: bool = True) -> None:
         if wrapped.shards is not None and after:
             wrapped.shards.follow_trainability()
         super().adopt_changes(wrapped, after)
 
-    def trainability_changed(self, wrapped: nn.Module, names: list[str]) -> None:
-        assert isinstance(wrapped, Staged)
+    def trainability_changed(self, wrapped: Staged, names: list[str]) -> None:
         wrapped.forget_layouts()
         if self._engines is not None:
             if self._engines.num_done and self.topology.data_size > 1:  # ranks without samples do not call the hook
                 raise changed_within_window(names, self.name)
             self._engines.clear()
 
-    def unwrap(self, wrapped: nn.Module) -> nn.Module:
-        return wrapped.model  # type: ignore[return-value]
+    def unwrap(self, wrapped: Staged) -> nn.Module:
+        return wrapped.model
 
 
 class Pipeline(StagedStrategy):
@@ -340,9 +331,9 @@ class Pipeline(StagedStrategy):
         return Engines
 
     def forward_backward(
-        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
+        self, wrapped: Staged, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
-        assert isinstance(wrapped, Staged) and wrapped.state is not None
+        assert wrapped.state is not None
         if not hooks.automatic:
             self._refuse("manual_optimization")
         if wrapped.shards is not None:
@@ -376,13 +367,12 @@ class Pipeline(StagedStrategy):
 
     def evaluate(
         self,
-        wrapped: nn.Module,
+        wrapped: Staged,
         step_fn: Callable[..., Any],
         micro_batch: MicroBatch,
         *args: Any,
         hooks: StepHooks = NO_HOOKS,
     ) -> Any:
-        assert isinstance(wrapped, Staged)
         if not micro_batch.num_samples:
             with wrapped.gathered():  # with the ranks that run the step
                 return None
@@ -392,8 +382,7 @@ class Pipeline(StagedStrategy):
             return wrapped.run_evaluation(noise, lambda: step_fn(micro_batch.batch, *args), hooks.log_scope)
 
     def clip_gradients(
-        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+        self, wrapped: Staged, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
-        assert isinstance(wrapped, Staged)
         shard_group = None if self._ranks.mesh is None else self._ranks.mesh.get_group("fsdp")
         return clip(wrapped, optimizer, value, algorithm, (self._ranks.group, shard_group))

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import StepResult
+from lockstep.strategies.base import StepResult, W
 from lockstep.strategies.sync.tree import PartialSums, add_gradients
 
 
-class ShareHooks:
+class ShareHooks(Generic[W]):
     """By default every rank holds whole gradients. Every rank calls each of them, in the same order."""
 
     _watched: list[nn.Parameter]
     argument = "virtual_ranks"
     """The user's argument that says how many shares there are, for messages."""
 
-    def take_share(self, wrapped: nn.Module, optimizers: dict[str, Optimizer], share: int) -> bool:
+    def take_share(self, wrapped: W, optimizers: dict[str, Optimizer], share: int) -> bool:
         """Called after the steps of a window, before users' hooks for `share` of this rank: let the model and the
         optimizers hold what is that share's own. Return whether they hold something else now."""
         return False
@@ -43,7 +44,7 @@ class ShareHooks:
         """
         return num_samples
 
-    def take_gradients(self, wrapped: nn.Module) -> list[Tensor | None]:
+    def take_gradients(self, wrapped: W) -> list[Tensor | None]:
         """The gradients of the share that has run, in the order of the parameters, which have none afterwards."""
         taken = []
         for parameter in self._watched:

@@ -40,7 +40,7 @@ _NO_COMPILE = (
 _DTYPES = torch.float32, torch.float64
 
 
-class VirtualPipeline(StagedStrategy, VirtualStep):
+class VirtualPipeline(StagedStrategy, VirtualStep[Staged]):
     """Each share is one microbatch, whose random streams travel from stage to stage. Every stage keeps the gradients of
     shares apart and adds them in the tree; then ranks along ddp add theirs."""
 
@@ -79,7 +79,7 @@ class VirtualPipeline(StagedStrategy, VirtualStep):
         self._streams = Streams()
         self._buffered: list[nn.Module] = []
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> Staged:
         staged = super().wrap(model)
         assert isinstance(staged, Staged)
         links = staged.links = StageLinks(staged.group, staged.device, self._streams)
@@ -112,11 +112,11 @@ class VirtualPipeline(StagedStrategy, VirtualStep):
     # ---- the step ------------------------------------------------------------------------------------
 
     def forward_backward(
-        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
+        self, wrapped: Staged, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
         from lockstep.strategies.virtual.share_engine import ShareWindow
 
-        assert isinstance(wrapped, Staged) and self._agreement is not None
+        assert self._agreement is not None
         if not hooks.automatic:
             self._refuse("manual_optimization")
         refuse_parts(window, hooks)
@@ -193,20 +193,20 @@ class VirtualPipeline(StagedStrategy, VirtualStep):
                     shares, dict(zip(shares.tied, zip(total, exists, strict=True), strict=True))
                 )
 
-    def finish_gradients(self, wrapped: nn.Module) -> None:
+    def finish_gradients(self, wrapped: Staged) -> None:
         if self._ranks.data_group is not None:
             trained = [p for p in self._watched if p.requires_grad]
             sum_gradients(trained, [self._ranks.data_group], all_reduce, multiple=self.topology.data_size)
 
     def evaluate(
         self,
-        wrapped: nn.Module,
+        wrapped: Staged,
         step_fn: Callable[..., Any],
         micro_batch: MicroBatch,
         *args: Any,
         hooks: StepHooks = NO_HOOKS,
     ) -> Any:
-        assert isinstance(wrapped, Staged) and isinstance(wrapped.links, StageLinks)
+        assert isinstance(wrapped.links, StageLinks)
         if not micro_batch.num_samples:
             return None
         wrapped.links.begin()
@@ -216,9 +216,9 @@ class VirtualPipeline(StagedStrategy, VirtualStep):
     # ---- clipping ------------------------------------------------------------------------------------
 
     def clip_gradients(
-        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+        self, wrapped: Staged, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
-        self._copies_of_others = {id(p) for p in wrapped.tied.copies}  # type: ignore[union-attr]
+        self._copies_of_others = {id(p) for p in wrapped.tied.copies}
         with own_parameters(optimizer):
             return VirtualStep.clip_gradients(self, wrapped, optimizer, value, algorithm)
 

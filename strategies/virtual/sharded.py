@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,16 @@ from lockstep.strategies.sync.tree import all_reduce, total_of
 from lockstep.strategies.virtual.replicas import VirtualReplicas
 from lockstep.strategies.virtual.step import VirtualStep
 
+if TYPE_CHECKING:
+    from lockstep.strategies.mesh.mesh_model import MeshModel
+
 _NO_COMPILE = (
     "compile=True builds other graphs where parameters are sharded, so with virtual_ranks the bits would depend on the "
     "ranks; use strategy='ddp', or remove it"
 )
 
 
-class VirtualSharded(ShardedStrategy, VirtualStep):
+class VirtualSharded(ShardedStrategy, VirtualStep["MeshModel"]):
     """Sharded parameters. Ranks along fsdp run neighboring shares at the same time, and torch's FSDP sums these in the
     tree as it cuts them; a rank adds what it has of its shares, and then ranks along ddp add theirs."""
 
@@ -62,7 +65,7 @@ class VirtualSharded(ShardedStrategy, VirtualStep):
         return tuple(range(replica * of_replica + place, (replica + 1) * of_replica, along))
 
     def forward_backward(
-        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
+        self, wrapped: MeshModel, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
     ) -> StepResult:
         if hooks.parameters and len(window.micro_batches) > window.num_shares:
             raise ValueError(
@@ -78,19 +81,19 @@ class VirtualSharded(ShardedStrategy, VirtualStep):
             return super().evaluate(*args, **options)
 
     def clip_gradients(
-        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
+        self, wrapped: MeshModel, optimizer: Optimizer, value: float, algorithm: str = "norm"
     ) -> Tensor | None:
         return VirtualStep.clip_gradients(self, wrapped, optimizer, value, algorithm)
 
-    def finish_gradients(self, wrapped: nn.Module) -> None:
-        wrapped.close()  # type: ignore[operator]
+    def finish_gradients(self, wrapped: MeshModel) -> None:
+        wrapped.close()
         self._check_used(wrapped)
         if replicas := self._groups("ddp"):
             sum_gradients([p for p in self._watched if p.requires_grad], replicas, all_reduce)
         self._in_step = False
 
-    def take_gradients(self, wrapped: nn.Module) -> list[Tensor | None]:
-        whole = [p for p in wrapped.unsharded if p.requires_grad]  # type: ignore[union-attr]
+    def take_gradients(self, wrapped: MeshModel) -> list[Tensor | None]:
+        whole = [p for p in wrapped.unsharded if p.requires_grad]
         sum_gradients(whole, self._groups("fsdp"), all_reduce)
         return super().take_gradients(wrapped)
 

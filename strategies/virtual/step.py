@@ -12,7 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult, StepVote, Strategy, Topology
+from lockstep.strategies.base import (
+    NO_HOOKS,
+    Capabilities,
+    StepFn,
+    StepHooks,
+    StepResult,
+    StepVote,
+    Strategy,
+    Topology,
+    W,
+)
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.launch import environment, fault_injection
 from lockstep.strategies.losses import detach, run_own
@@ -44,7 +54,7 @@ LOOKS = 10
 """Windows in which the bits of parameters are compared."""
 
 
-class VirtualStep(ShareHooks, SPMDStrategy):
+class VirtualStep(ShareHooks[W], SPMDStrategy[W]):
     """Base of the strategies that run `virtual_ranks` shares of each step, on any number of ranks.
 
     The gradient of a step is the sum over shares in a fixed tree (`strategies/sync/tree.py`), and so are what the
@@ -119,9 +129,7 @@ class VirtualStep(ShareHooks, SPMDStrategy):
             groups=self.data_groups,
         )
 
-    def forward_backward(
-        self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS
-    ) -> StepResult:
+    def forward_backward(self, wrapped: W, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS) -> StepResult:
         if not hooks.automatic:
             self._refuse("manual_optimization")
         refuse_parts(window, hooks)
@@ -182,7 +190,7 @@ class VirtualStep(ShareHooks, SPMDStrategy):
 
     def evaluate(
         self,
-        wrapped: nn.Module,
+        wrapped: W,
         step_fn: Callable[..., Any],
         micro_batch: MicroBatch,
         *args: Any,
@@ -191,9 +199,7 @@ class VirtualStep(ShareHooks, SPMDStrategy):
         with self._share():
             return super().evaluate(wrapped, step_fn, micro_batch, *args, hooks=hooks)
 
-    def clip_gradients(
-        self, wrapped: nn.Module, optimizer: Optimizer, value: float, algorithm: str = "norm"
-    ) -> Tensor | None:
+    def clip_gradients(self, wrapped: W, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
         parameters = self._in_model_order(optimizer)
         parts = [self.gradient_part(p) for p in parameters]
         if algorithm != "norm":
@@ -230,7 +236,7 @@ class VirtualStep(ShareHooks, SPMDStrategy):
         bits = _bits if self._num_windows <= LOOKS else _no_bits
         return [(p._version, (_place(p), bits(p)), p.requires_grad) for p in self._watched]
 
-    def _changed(self, wrapped: nn.Module, before: list[tuple[int, Any, bool]], marks: Any) -> RuntimeError:
+    def _changed(self, wrapped: W, before: list[tuple[int, Any, bool]], marks: Any) -> RuntimeError:
         """What to raise for a step that changed parameters or their gradients by itself."""
         names = {id(p): name for name, p in self.unwrap(wrapped).named_parameters()}
         pairs = zip(self._watched, before, self._weights(), strict=True)
