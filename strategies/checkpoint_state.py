@@ -88,7 +88,7 @@ def pack(value: Any, name: str, tensors: dict[str, TensorShard], shard: LocalSha
     Everything else that JSON does not know raises TypeError with its key path. `shard` is what this rank writes of a
     tensor, None where another rank writes it.
     """
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and value.dtype.kind in "biufcSU":
         value = value.item()  # a float64 of numpy is a float of Python as well, yet not of that very type
     if isinstance(value, Tensor):
         mine = shard(value)
@@ -96,7 +96,7 @@ def pack(value: Any, name: str, tensors: dict[str, TensorShard], shard: LocalSha
             tensors[name] = mine
         order = _memory_order(value)
         return {"$tensor": name} if order is None else {"$tensor": name, "order": order}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and not isinstance(value, np.ma.MaskedArray):
         native = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
         return {"$array": pack(torch.from_numpy(native), name, tensors, shard)}
     if value is None or type(value) in (bool, int, float, str):

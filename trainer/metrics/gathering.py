@@ -26,10 +26,14 @@ def gather_values(strategy: Strategy, value: Any, name: str = "value") -> list[A
     if strategy.topology.world_size == 1:
         return [value]
     pieces: dict[str, Any] = {}
-    layout = pack(value, name, pieces)
-    parts = [json.loads(text) for text in _gather_bytes(strategy, json.dumps(layout).encode())]
+    kinds: list[str] = []
+    layout = pack(plain(value, kinds), name, pieces)
+    parts = [json.loads(text) for text in _gather_bytes(strategy, json.dumps([layout, kinds]).encode())]
     tensors = _gather_tensors(strategy, {name: shard.tensor for name, shard in pieces.items()})
-    return [unpack(part, read.__getitem__) for part, read in zip(parts, tensors, strict=True)]
+    return [
+        restored(unpack(part, read.__getitem__), iter(kinds), finder({}))
+        for (part, kinds), read in zip(parts, tensors, strict=True)
+    ]
 
 
 def gather_items(strategy: Strategy, items: list[Any], name: str, known: Mapping[str, Any]) -> list[list[Any]] | None:

@@ -349,7 +349,7 @@ def in_dataset_order(run: RunState, outputs: list[Any]) -> list[Any]:
         unpacked = gather_items(strategy, kept, "predictions", _globals_of_step(run))
     except TypeError as error:
         raise TypeError(
-            "predict_step on several ranks must return tensors, numbers, strings, or lists, tuples, dicts and "
+            "predict_step on several ranks must return tensors, numbers, strings, or lists, tuples, sets, dicts and "
             f"dataclasses of them: {error}"
         ) from None
     if unpacked is None:
