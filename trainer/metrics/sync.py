@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.strategies.sync.collective_fingerprint import counting_once
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
+from lockstep.trainer.metrics.gathering import gather_values
 
 if TYPE_CHECKING:
     from lockstep.strategies import Strategy
@@ -46,7 +48,7 @@ def synced_metrics(module: nn.Module, strategy: Strategy) -> Iterator[None]:
         else []
     )
     for metric in metrics:
-        metric.dist_sync_fn, metric._sync_dist = Gather(strategy), EvenLists(metric, strategy)
+        metric.dist_sync_fn, metric._sync_dist = Gather(strategy), Lists(metric, strategy)
     try:
         with uncached(metrics):
             yield
@@ -116,11 +118,12 @@ class Gather:
         return _nothing, ()  # a copy in a file or another process belongs to no run
 
 
-class EvenLists:
-    """`metric._sync_dist` where ranks have updated a metric more or less often.
+class Lists:
+    """`metric._sync_dist` for states that are lists: an item of each rank in turn, as one process has them.
 
-    torchmetrics gathers the tensors of a list one by one, where it does not join them first (retrieval), and so
-    takes a rank's third for another's first metric. Here every rank gathers equally many.
+    torchmetrics gathers the items of some lists one by one, where ranks may have more or fewer, and takes them for
+    another's state; joins those of others by rank; and one that is empty, as the boxes of an image without any, is
+    missing beside the states that it belongs to.
     """
 
     def __init__(self, metric: Any, strategy: Strategy) -> None:
@@ -129,25 +132,45 @@ class EvenLists:
     @counting_once()
     def __call__(self, *args: Any, **options: Any) -> None:
         metric = self._metric
-        names = [
-            name
-            for name, reduction in metric._reductions.items()
-            if reduction is None and isinstance(getattr(metric, name), list)
-        ]
-        if names:
-            lengths = (
-                self._strategy.all_gather(torch.tensor([len(getattr(metric, name)) for name in names])).amax(0).tolist()
-            )
-            for name, length in zip(names, lengths, strict=True):
-                mine = getattr(metric, name)
-                setattr(metric, name, mine + [torch.empty(0, device=metric.device)] * (length - len(mine)))
+        lists = {name: held for name in metric._reductions if isinstance(held := getattr(metric, name), list)}
+        own = lists if self._strategy.topology.is_reporting_rank else {}
+        everyone = gather_values(self._strategy, {name: _sent(items) for name, items in own.items()}, "state")
+        for name in lists:
+            setattr(metric, name, [])
         type(metric)._sync_dist(metric, *args, **options)
+        for name, held in lists.items():
+            rows = [_received(part[name]) for part in everyone if part]
+            items = [item for turn in zip_longest(*rows, fillvalue=_NOTHING) for item in turn if item is not _NOTHING]
+            device = held[0].device if held and isinstance(held[0], Tensor) else metric.device
+            items = [item.to(device) if isinstance(item, Tensor) else item for item in items]
+            reduction = metric._reductions[name]
+            if items:
+                setattr(metric, name, items if reduction is None else reduction(items))
 
-    def __deepcopy__(self, memo: Any) -> EvenLists:
-        return EvenLists(memo.get(id(self._metric), self._metric), self._strategy)
+    def __deepcopy__(self, memo: Any) -> Lists:
+        return Lists(memo.get(id(self._metric), self._metric), self._strategy)
 
     def __reduce__(self) -> Any:
         return _nothing, ()  # as `Gather`
+
+
+def _sent(items: list[Any]) -> Any:
+    """Tensors that are alike but for their number of rows as one, with these numbers: fewer to send."""
+    kinds = {(item.dtype, item.shape[1:], item.dim()) if isinstance(item, Tensor) else None for item in items}
+    if len(items) < 2 or len(kinds) > 1 or None in kinds:
+        return items
+    if not items[0].dim():
+        return {"rows": torch.stack(items), "numbers": None}
+    return {"rows": torch.cat(items), "numbers": [len(item) for item in items]}
+
+
+def _received(sent: Any) -> list[Any]:
+    if not isinstance(sent, dict):
+        return sent
+    return [*(sent["rows"].unbind() if sent["numbers"] is None else sent["rows"].split(sent["numbers"]))]
+
+
+_NOTHING = object()
 
 
 def _nothing() -> None:

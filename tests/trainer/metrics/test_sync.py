@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torch import Tensor
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassAUROC,
@@ -170,6 +171,57 @@ def test_regression_and_retrieval_metrics_are_those_of_one_process(strategy: str
     one, several = validate(1), validate(devices, strategy=strategy)
     assert several == pytest.approx(one, rel=1e-5), "metrics keep their sums in float32"
     assert len(one) == 6
+
+
+class Matched(Metric):
+    """Keeps tensors and sizes of each sample, as metrics of detection do with boxes and masks; some are empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("found", "true", "sizes"):
+            self.add_state(name, default=[], dist_reduce_fx=None)
+
+    def update(self, found: list[Tensor], true: list[Tensor]) -> None:
+        self.found += found
+        self.true += true
+        self.sizes += [((len(tensor), 1), bytes(len(tensor))) for tensor in found]
+
+    def compute(self) -> Tensor:
+        triples = zip(self.found, self.true, self.sizes, strict=True)
+        return torch.stack([f.sum() * t.sum() + s[0][0] * f.sum() + len(s[1]) * t.sum() for f, t, s in triples]).sum()
+
+
+class Collects(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matched, self.rows, self.numbers = Matched(), CatMetric(), CatMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.matched.update([row[:n] for row, n in zip(x, y.tolist(), strict=True)], [*x[:, :2]])
+        self.log("matched", self.matched)
+        self.rows.update(x[:, 0])
+        self.numbers.update(float(y[0]))
+
+    def on_validation_epoch_end(self) -> None:
+        rows, numbers = self.rows.compute(), self.numbers.compute()
+        self.log("rows", (rows * torch.arange(len(rows))).sum())
+        self.log("numbers", (numbers * torch.arange(len(numbers))).sum())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("strategy", "devices", "batch_size", "n"), [("ddp", 2, 2, 15), ("ddp", 3, 1, 16), ("pipeline", 2, 2, 15)]
+)
+def test_lists_hold_what_they_hold_on_one_process(strategy: str, devices: int, batch_size: int, n: int) -> None:
+    """Also tensors without elements, and in the same order."""
+
+    def validate(devices: int, **options: Any) -> dict[str, float]:
+        torch.manual_seed(0)
+        trainer = quiet(devices=devices, accelerator="cpu", precision="64-true", **options)
+        return trainer.validate(Collects(), loader(n, batch_size), verbose=False)[0]
+
+    assert validate(devices, strategy=strategy) == pytest.approx(validate(1), rel=1e-6)
 
 
 @pytest.mark.ranks
