@@ -9,6 +9,7 @@ import os
 import re
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,8 +42,9 @@ class TensorBoardLogger(RunLogger):
     keeps the first set that a run has. Its HPARAMS page compares runs by every scalar that they logged.
 
     When `fit` begins in a folder that has events already, TensorBoard hides those of later
-    steps than the one it begins at, so a resumed run has each step once. What was logged before a checkpoint is
-    on disk before it. A file that cannot be written any more, on a full disk for example, costs one warning.
+    steps than the one it begins at, and of the very step of a checkpoint what a killed run logged after it is not
+    written again, so a resumed run has each step once. What was logged before a checkpoint is on disk before it. A file
+    that cannot be written any more, on a full disk for example, costs one warning.
 
     Args:
         save_dir: folder above all runs; None takes the Trainer's `default_root_dir`.
@@ -74,8 +76,27 @@ class TensorBoardLogger(RunLogger):
         self._held: list[tuple[dict[str, float], int, float]] = []  # scalars, their step and when they were logged
         self._next_turn = 0.0  # by the monotonic clock
         self._writer: SummaryWriter | None = None
+        self._saved: tuple[str, int] | None = None  # of the checkpoint that is resumed: event file and its bytes
         self._began_folder = False
         """Whether `experiment` has opened a folder without events before a run, which hides none of them then."""
+
+    @property
+    def state_key(self) -> str:
+        return f"TensorBoardLogger[save_dir={self.save_dir}, name={self.name}, version={self.given_version}]"
+
+    def state_dict(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError):  # its folder was deleted
+            if self._writer is not None:
+                path = self._event_file(self._writer).path
+                return {"file": os.path.basename(path), "bytes": os.path.getsize(path)}
+        return {"file": "", "bytes": 0}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict["file"], state_dict["bytes"]
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        super().setup(trainer, module, stage)
+        self._saved = None  # a checkpoint that the run resumes is loaded later
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # The disk is touched only by what the Trainer calls behind its error boundary.
@@ -206,9 +227,16 @@ class TensorBoardLogger(RunLogger):
                 folder, purge_step=self._purge_step, max_queue=1000, flush_secs=self.flush_secs - self._hold_s
             )
             file_writer: Any = self._writer.file_writer
-            file_writer.event_writer = _Forgiving(file_writer.event_writer)
+            file_writer.event_writer = _EventFile(file_writer.event_writer)
+            if self._saved is not None and self._purge_step is not None:
+                self._event_file(self._writer).skip_known(folder, *self._saved, self._purge_step - 1)
             self._purge_step = None
         return self._writer
+
+    @staticmethod
+    def _event_file(writer: SummaryWriter) -> _EventFile:
+        file_writer: Any = writer.file_writer
+        return file_writer.event_writer
 
     @property
     def _hold_s(self) -> float:
@@ -240,11 +268,12 @@ class TensorBoardLogger(RunLogger):
         return super().__getstate__() | {"_writer": None}
 
 
-class _Forgiving:
+class _EventFile:
     """An event file that costs one warning when it cannot be written, also where users write through `experiment`."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
+        self._step, self._there = -1, Counter[bytes]()
         self._failed = False
         worker = getattr(getattr(file, "_async_writer", None), "_worker", None)
         if worker is not None:
@@ -252,10 +281,41 @@ class _Forgiving:
             # many.
             worker._invoke_excepthook = lambda thread: None
 
+    @property
+    def path(self) -> str:
+        return str(self._file._file_name)
+
+    def skip_known(self, folder: str, name: str, size: int, step: int) -> None:
+        """Write no value of `step` that is in `folder` already, behind the first `size` bytes of file `name` or in
+        later files."""
+        self._step, self._there = step, Counter()
+        for path in sorted(Path(folder).glob("events.out.tfevents.*")):
+            if name <= path.name < os.path.basename(self.path):
+                self._find(path, size if path.name == name else 0)
+
+    def _find(self, path: Path, start: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        with contextlib.suppress(Exception), path.open("rb") as file:
+            file.seek(start)
+            while header := file.read(12):  # the length of an event, and a checksum; a kill may have cut the last short
+                event = Event.FromString(file.read(int.from_bytes(header[:8], "little")))
+                file.read(4)
+                if event.session_log.status == SessionLog.START and event.step <= self._step:
+                    self._there.clear()  # hidden
+                elif event.step == self._step:
+                    self._there.update(value.SerializeToString() for value in event.summary.value)
+
     def get_logdir(self) -> str:
         return self._file.get_logdir()
 
     def add_event(self, event: Any) -> None:
+        if self._there and event.step == self._step and event.summary.value:
+            new = [value for value in event.summary.value if not self._is_there(value.SerializeToString())]
+            if not new:
+                return
+            del event.summary.value[:]
+            event.summary.value.extend(new)
         self._try(self._file.add_event, event)
 
     def flush(self) -> None:
@@ -263,6 +323,10 @@ class _Forgiving:
 
     def close(self) -> None:
         self._try(self._file.close)
+
+    def _is_there(self, value: bytes) -> bool:
+        self._there[value] -= 1
+        return self._there[value] >= 0
 
     def _try(self, method: Callable[..., None], *args: Any) -> None:
         if self._failed:

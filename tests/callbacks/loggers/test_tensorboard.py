@@ -139,6 +139,31 @@ def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
     killed.finalize("failed")
 
 
+def test_what_a_killed_run_logged_at_the_step_of_its_checkpoint_is_shown_once(tmp_path: Path) -> None:
+    def log_end_of_epoch(logger: TensorBoardLogger) -> None:
+        logger.log_metrics({"val": 0.5, "epoch": 0}, step=4)
+        logger.experiment.add_image("picture", torch.ones(3, 4, 4), 4)
+        logger.save()
+
+    logger, _ = begun(tmp_path)
+    logger.log_metrics({"loss": 1.0, "epoch": 0}, step=4)
+    logger.save()
+    saved = logger.state_dict()
+    log_end_of_epoch(logger)  # after the checkpoint, and then a kill
+    for _ in range(2):
+        logger, _ = begun(tmp_path, global_step=4)
+        logger.load_state_dict(saved)
+        log_end_of_epoch(logger)
+        logger.log_metrics({"loss": 0.5}, step=5)
+        logger.save()
+    logger.log_metrics({"val": 0.25}, step=4)  # another value is another one
+    logger.finalize("success")
+    assert points(tmp_path, "loss") == [(4, 1.0), (5, 0.5)]
+    assert points(tmp_path, "val") == [(4, 0.5), (4, 0.25)]
+    assert points(tmp_path, "epoch") == [(4, 0.0), (4, 0.0)]
+    assert [image.step for image in read(tmp_path).Images("picture")] == [4]
+
+
 def test_the_hparams_page_compares_runs_by_all_their_values(tmp_path: Path) -> None:
     """Runs may differ in which hyperparameters they have, and no metric has to be announced."""
     for index, params in enumerate(
