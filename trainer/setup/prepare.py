@@ -98,10 +98,10 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     run.attributes = Changes(module)
     if checkpoint is not None:
         snapshot.load_extra(run, checkpoint)
-    run.trainable_at_start = resume.trainability(module)
     held_parameters.set_up(run, module)
     with without_collector():  # the first optimizer of a process imports torch's compiler
         named, schedulers = optimizers.parse(module.configure_optimizers())
+    run.trainable_at_start = resume.trainability(module)
     resume.check_ranks(strategy, module, named, schedulers, "in configure_optimizers return the same")
     strategy.of_run = run.trainer
     closing, unowned = set_up_optimizers(run, module, named, schedulers)

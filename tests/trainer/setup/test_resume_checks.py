@@ -163,13 +163,26 @@ class Unfreezes(Module):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
+class FreezesLater(Unfreezes):
+    """The same, frozen where the optimizer is made."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(at)
+        self.body.requires_grad_(True)
+
+    def configure_optimizers(self) -> Any:
+        self.body.requires_grad_(False)
+        return super().configure_optimizers()
+
+
 @pytest.mark.ranks
+@pytest.mark.parametrize("kind", [Unfreezes, FreezesLater])
 @pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2)])
 def test_groups_added_and_layers_unfrozen_in_the_run_are_resumed_to_the_bit(
-    tmp_path: Path, strategy: str, devices: int
+    tmp_path: Path, strategy: str, devices: int, kind: type[Unfreezes]
 ) -> None:
     def fit(ckpt_path: Path | None, *callbacks: Callback) -> Module:
-        module = Unfreezes(at=3)
+        module = kind(at=3)
         trainer = quiet(
             strategy=strategy, devices=devices, accelerator="cpu", callbacks=list(callbacks), max_epochs=3, seed=0
         )
