@@ -91,14 +91,17 @@ class Outer:
         self._moving: list[int] = []
         self._sent: deque[_Sent] = deque()
         self._noted: dict[str, tuple[int, int, int]] = {}
-        self._follow(optimizers)
+        self._take(optimizers)
         self.optimizer = made_by(make, list(self._weights.values()), "outer")
         self._kept = Kept({"outer": self.optimizer})
 
+    def follow(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """Step what optimizers have got since, too."""
+        self.optimizer.param_groups[0]["params"] += self._take(optimizers)
+
     def begin(self, optimizers: Mapping[str, Optimizer], learners: Sequence[Learner]) -> None:
         """All learners, which have the model's weights, start from these."""
-        for weight in self._follow(optimizers):
-            self.optimizer.param_groups[0]["params"].append(weight)
+        self.follow(optimizers)
         self._moving = [place for place in self._weights if self._parameters[place].requires_grad]
         for place in self._moving:
             local(self._weights[place].data).copy_(local(self._parameters[place].data))
@@ -252,7 +255,7 @@ class Outer:
                     )
                 }
 
-    def _follow(self, optimizers: Mapping[str, Optimizer]) -> list[nn.Parameter]:
+    def _take(self, optimizers: Mapping[str, Optimizer]) -> list[nn.Parameter]:
         """Make common weights for what optimizers step and has none; return these."""
         stepped = {id(p) for o in optimizers.values() for group in o.param_groups for p in group["params"]}
         added = []

@@ -318,6 +318,7 @@ class LearnerRounds(SPMDStrategy[W]):
         restore = partial(self._restore_state, wrapped, optimizers)
         numbers = learner_state.load(state, optimizers, self._learners, restore)
         self._numbers.restore(optimizers, self._learners, numbers)
+        self._outer.follow(optimizers)  # with groups that the saved run has added
         self._outer.load(state, self.read_shard)
 
     def extra_state(self, wrapped: W) -> dict[str, Any]:

@@ -489,6 +489,42 @@ def test_the_outer_optimizer_is_resumed(learners: int, outer: Any, tmp_path: Pat
     assert difference([*run(half).parameters()], [*whole.parameters()]) == 0
 
 
+class Unfreezing(Regression):
+    """Has its optimizer step the first layer too from the second epoch on."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__(make)
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.current_epoch == 1:
+            self.net[0].requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": [*self.net[0].parameters()]})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make(self.net[2].parameters())
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("learners", [1, 2])
+def test_the_outer_momentum_of_an_added_group_is_resumed(learners: int, tmp_path: Path) -> None:
+    def run(resume: Path | None) -> Unfreezing:
+        module, saver = (
+            Unfreezing(partial(AdamW, lr=1e-2)),
+            ModelCheckpoint(tmp_path, every_n_train_steps=9, save_top_k=-1),
+        )
+        trainer = Trainer(
+            strategy=DiLoCo(learners=learners, period=3), devices=1, max_steps=12, logger=False, seed=1,
+            accelerator="cpu", precision="64-true", enable_progress_bar=False, callbacks=[saver],
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(data(), 48 // learners // 3), ckpt_path=resume)
+        return module
+
+    whole = run(None)
+    (saved,) = tmp_path.rglob("*step=9*")
+    assert difference([*run(saved).parameters()], [*whole.parameters()]) == 0
+
+
 @pytest.mark.unit
 def test_state_of_the_outer_optimizer_without_a_parameter_is_refused(tmp_path: Path) -> None:
     trainer = fit(DiLoCo(learners=2, period=2, outer=Strange))
