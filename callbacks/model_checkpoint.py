@@ -213,11 +213,10 @@ class ModelCheckpoint(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         step, seen = trainer.global_step, self._seen_step
-        if step == seen or (self.train_time_interval is not None and not trainer.strategy.ranks_meet):
+        by_time = self.train_time_interval is not None
+        if not self._fitting or step == seen or (by_time and not trainer.strategy.ranks_meet):
             return
         self._seen_step = step
-        if not self._fitting:
-            return
         if self.every_n_train_steps is not None:
             due = step // self.every_n_train_steps > seen // self.every_n_train_steps
         elif self.train_time_interval is not None:
@@ -278,6 +277,7 @@ class ModelCheckpoint(Callback):
         self._considered_step = trainer.global_step
         if self.async_save:
             trainer._run.finish_saving()  # before names are looked up on the disk
+        trainer._run.publish_due()  # what is monitored, of learners within a round
         if self.save_last and not self.last_model_path:  # before the first save: every checkpoint knows whose `last` is
             self.last_model_path = self._free_path(trainer, "last")
         ranked = rank and self._save_ranked(trainer, self._score(trainer))

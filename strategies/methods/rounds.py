@@ -167,6 +167,7 @@ class LearnerRounds(SPMDStrategy[W]):
                 outer.send(fragment, self._learners)
                 outer.apply(self._learners, 0.0, early=True)
             self._meet()
+            self.ranks_meet = True
         if not self._buffers_together:
             self._load(wrapped, {}, 0)
             if self._in_group:

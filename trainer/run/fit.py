@@ -195,16 +195,15 @@ def finish_window(
     progress.batches_seen += window.num_batches
     progress.total_batches += window.num_batches
     progress.publishes |= stepped and progress.global_step % run.arguments.log_every_n_steps == 0
-    if run.strategy.ranks_meet and progress.publishes:  # else what is due waits until they do
-        publish.publish(run, metrics.reduce(run.strategy))
-        progress.publishes = False
-    elif run.strategy.ranks_meet and loop.windows_seen == 1:
+    run.validation_follows, met = bool(loop.val_loaders) and _validation_follows(run, loop), run.strategy.ranks_meet
+    if progress.publishes and (met or (run.validation_follows and loop.val_every is not None)):  # else it waits
+        publish.publish_due(run)
+    elif met and loop.windows_seen == 1:
         publish.preview(run)
     last, run.window_is_open, run.stop_was_voted = window.micro_batches[-1], False, result.stop == 1
-    if loop.windows_seen in guards.data_checks and run.strategy.ranks_meet:
+    if loop.windows_seen in guards.data_checks and met:
         guards.check_data(loop.train_loader, last.output)
     set_phase(progress.global_step, CALLBACKS)
-    run.validation_follows = bool(loop.val_loaders) and _validation_follows(run, loop)
     ends = hooks.on_train_batch_end if window.num_shares <= 1 else end_shares(run, module, window, streams)
     metrics.weight = last.num_samples
     for hook in filterfalse(is_users, ends) if run.strategy.capabilities.local_steps else ends:
@@ -215,10 +214,11 @@ def finish_window(
     done = run.max_steps is not None and progress.global_step >= run.max_steps
     if result.stop > 1 and not done:  # a signal's number, or an asynchronous save that failed
         raise saving.interrupted(run)
-    stop = False
+    meets = run.strategy.ranks_meet and not met  # as a hook has saved, which ends a round of learners
     if loop.val_every is not None and _validation_is_due(run, loop):
         _validate(run, module, loop)
-        stop = saving.agree_to_stop(run)
+        meets = True
+    stop = meets and saving.agree_to_stop(run)
     return stop or (result.stop > 0 and saving.may_stop(run)) or done
 
 
@@ -361,6 +361,7 @@ def _close_epoch(run: RunState, module: Module, loop: FitLoop) -> None:
     progress, metrics, hooks = run.progress, run.metrics, run.hooks
     if not progress.epoch_validated:
         publish.publish(run, metrics.reduce(run.strategy, epoch_end=True))
+        progress.publishes = False
         if loop.val_loaders and loop.val_every is None and loop.validates_in(progress.current_epoch):
             _validate(run, module, loop, ends_epoch=True)
         progress.epoch_validated = True

@@ -29,6 +29,13 @@ def publish(run: RunState, reduced: Iterable[Reduced]) -> None:
             log_metrics(run, {"epoch": run.progress.current_epoch, **logged})
 
 
+def publish_due(run: RunState) -> None:
+    """Publish the values of steps that are due, which wait until ranks meet. Every rank calls it, between steps."""
+    if run.progress.publishes and run.paused is None:
+        publish(run, run.metrics.reduce(run.strategy))
+        run.progress.publishes = False
+
+
 def show(run: RunState, reduced: Iterable[Reduced]) -> None:
     """Put reduced values where callbacks, users and the progress bar read them."""
     step = run.progress.global_step

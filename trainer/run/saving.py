@@ -27,6 +27,7 @@ from lockstep.strategies.optimizers.hidden_state import ModelParameters
 from lockstep.strategies.optimizers.saved_groups import saves_itself
 from lockstep.trainer.checkpoint import snapshot, store
 from lockstep.trainer.checkpoint.manifest import refused
+from lockstep.trainer.run import publish
 from lockstep.trainer.run.hooks import Hooks
 from lockstep.trainer.setup import start
 
@@ -86,6 +87,7 @@ def save(
         run.folder.hold(run)
     began, path = time.perf_counter(), os.path.expanduser(path)
     run.strategy.synchronize(run.wrapped)
+    publish.publish_due(run)
     if run.world_size > 1 and run.guard.check_replicas_every_n_steps is not None:
         check_replicas(run.trainer, run.module)  # replicas that differ are not worth keeping
     superseded = [] if weights_only else _superseded(run, path)

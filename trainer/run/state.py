@@ -262,6 +262,9 @@ class RunState:
     def log_metrics(self, values: dict[str, float]) -> None:
         publish.log_metrics(self, values)
 
+    def publish_due(self) -> None:
+        publish.publish_due(self)
+
     def finish_saving(self) -> None:
         saving.finish(self)
 

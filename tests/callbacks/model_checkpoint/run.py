@@ -88,6 +88,8 @@ class Run:
     def is_checkpoint(self, path: str) -> bool:
         return is_checkpoint(path)
 
+    def publish_due(self) -> None: ...
+
     def train(self, steps: int, micro_batches: int = 1) -> Run:
         for _ in range(steps):
             for _ in range(micro_batches - 1):
