@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -45,32 +45,45 @@ def dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 class LossScaler(torch.amp.GradScaler):
-    """Torch's, which knows what the running step has done with it."""
+    """Torch's, which takes the scale out of gradients once in a step, and gives those that are kept the scale of the
+    next backward."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type)
-        self._used = False
+        self._optimizers: Collection[Optimizer] = ()
+        self._parameters: list[nn.Parameter] = []
         self._unscaled: set[int] = set()
+        """By `id` the optimizers whose gradients have lost their scale since the last backward."""
         self._skipped: Callable[[], str | None] | None = None
         self._steps_on_host = False
 
-    def watch(self, optimizers: Iterable[Optimizer], on_host: bool) -> None:
-        """Learn from these whether they skip a step; `on_host` if they step parameters there, of a model on a GPU."""
-        self._steps_on_host = on_host
+    def watch(
+        self, optimizers: Collection[Optimizer], parameters: list[nn.Parameter], device: torch.device, on_host: bool
+    ) -> None:
+        """Take the gradients of these; `on_host` if some parameters are there, of a model on a GPU."""
+        self._optimizers, self._parameters, self._steps_on_host = optimizers, parameters, on_host
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._mark_step)
+        super().scale(torch.ones((), device=device))  # before a loss has been, a step may want the scale
 
+    def scale(self, outputs: Any) -> Any:
+        self.end_step()
+        return super().scale(outputs)
+
+    @torch.no_grad()
     def end_step(self) -> None:
-        """Adapt the scale to the steps since the last call. Before a scale is used or saved."""
-        if self._used:
-            self.update()
-            self._unscaled.clear()
-            self._used = False
-
-    @property
-    def is_within_step(self) -> bool:
-        """Whether gradients are without the scale."""
-        return bool(self._unscaled)
+        """Choose the scale of the next backward, and give it to gradients that are kept. Also before a save."""
+        if not self._unscaled:
+            return
+        now: Any = self._scale
+        before = now.clone()
+        self.update()
+        groups = (group for each in self._optimizers if id(each) in self._unscaled for group in each.param_groups)
+        without = {id(p) for group in groups for p in group["params"]}
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                _multiply(parameter.grad, now if id(parameter) in without else now / before)
+        self._unscaled.clear()
 
     def unscale_once(self, optimizer: Optimizer, has_gradients: bool) -> bool:
         """Divide the gradients of `optimizer` by the scale, once in a step. False if it has none on any rank."""
@@ -84,7 +97,6 @@ class LossScaler(torch.amp.GradScaler):
         step by itself, on the device, and then it has not."""
         self._skipped = None
         self.step(optimizer)
-        self._used = True
         return self._skipped is not None and self._skipped() is None
 
     def _mark_step(self, optimizer: Any, *_: Any) -> None:
@@ -97,6 +109,11 @@ class LossScaler(torch.amp.GradScaler):
         if self._steps_on_host:  # torch would copy it beside the host, which reads it at once
             found = optimizer.found_inf = found.cpu()
         self._skipped = finite.later(found)
+
+
+def _multiply(gradient: Tensor, by: Tensor) -> None:
+    mine = getattr(gradient, "_local_tensor", gradient)
+    mine.mul_(by.to(mine.device))
 
 
 class Precision:
@@ -143,6 +160,16 @@ class Precision:
         if self.dtype == torch.float32:
             return model
         return model._apply(lambda tensor: tensor.to(dtype_of(tensor, self.dtype)))
+
+    @torch.no_grad()
+    def load_scale(self, saved: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> None:
+        """Take over the scaler of a checkpoint, `{}` if it has none, whose gradients `parameters` have."""
+        if self.scaler is not None and saved:
+            self.scaler.load_state_dict({**saved})
+        by = (1.0 if self.scaler is None else self.scaler.get_scale()) / saved.get("scale", 1.0)
+        for parameter in parameters if by != 1.0 else ():
+            if parameter.grad is not None:
+                _multiply(parameter.grad, torch.tensor(by))
 
     def autocast(self, device: torch.device, steps: bool = False) -> AbstractContextManager:
         """The context of a forward; with `steps` of several, between which weights change, so that each casts them."""

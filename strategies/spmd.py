@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -85,7 +85,6 @@ class SPMDStrategy(SPMDStep[W]):
         self._accelerator = "cpu"
         self._ready = False
         self._evaluation: modes.Evaluation | None = None
-        self._trained_by: Collection[Optimizer] = ()
         self._owners: dict[int, Owners] = {}
         """By `id` of an optimizer where its parameters are stepped, if each is on one rank."""
         self._writes_owned = True
@@ -242,10 +241,10 @@ class SPMDStrategy(SPMDStep[W]):
                 fuse(optimizer)
                 parameters = (p for group in optimizer.param_groups for p in group["params"])
                 self._steps_on_host |= any(p.device.type == "cpu" for p in parameters)
-        if self.precision.scaler is not None:
-            self.precision.scaler.watch(optimizers.values(), self._steps_on_host)
         # Walking through the modules in each step would cost more than the check of the gradients.
         self._watched = list(wrapped.parameters())
+        if self.precision.scaler is not None:
+            self.precision.scaler.watch(optimizers.values(), self._watched, self.topology.device, self._steps_on_host)
         self._watch_changes(wrapped)
         self._compare_edits(self.unwrap(wrapped), optimizers)
         if self._compression is not None:
@@ -335,17 +334,12 @@ class SPMDStrategy(SPMDStep[W]):
     # ---- 4. checkpointing ------------------------------------------------------------------------------
 
     def state_dict(self, wrapped: W, optimizers: dict[str, Optimizer]) -> State:
+        if self.precision.scaler is not None:
+            self.precision.scaler.end_step()
         with self._training_weights() as for_now:
             state = self._gather_state(wrapped, optimizers, self.local_shard, self._writes_owned)
             self._save_both(wrapped, optimizers, state, for_now)
         if self.precision.scaler is not None:
-            self.precision.scaler.end_step()
-            if self._looks and self.precision.scaler.is_within_step and optimizers:
-                raise RuntimeError(
-                    "a checkpoint was to be saved between clip_gradients and optimizer.step of manual optimization, "
-                    "but precision='16-mixed' has taken its scale out of these gradients, which a checkpoint does not "
-                    "say; clip in the batch that steps, or use 'bf16-mixed'"
-                )
             state.meta["scaler"] = self.precision.scaler.state_dict()
         extra = self.extra_state(wrapped)
         if extra:
@@ -384,8 +378,7 @@ class SPMDStrategy(SPMDStep[W]):
         modes.load_training(self.unwrap(wrapped), optimizers, state, self.read_shard)
         self._evaluation = None if optimizers else self._evaluation
         modes.train(optimizers.values(), partial(self.open_optimizer, wrapped))
-        if self.precision.scaler is not None and "scaler" in state.meta:
-            self.precision.scaler.load_state_dict(state.meta["scaler"])
+        self.precision.load_scale(state.meta.get("scaler", {}), wrapped.parameters())
         if self._compression is not None and optimizers and "learners" not in state.meta:  # theirs are of weights
             self._compression.load(state)
         if optimizers:

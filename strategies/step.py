@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -45,6 +45,7 @@ class SPMDStep(ManualOptimization[W]):
         super().__init__()
         self._on_cpu = True
         self._found = self._one = torch.zeros(())
+        self._trained_by: Collection[Optimizer] = ()
         self._copies: torch.cuda.Stream | None = None
         """The stream on which batches come to a GPU, beside what that still computes of the step before."""
         self._steps_on_host = False
@@ -175,22 +176,15 @@ class SPMDStep(ManualOptimization[W]):
 
     def backward(self, wrapped: W, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
         self._refuse("manual_optimization")
-        loss = self._scaled(loss, weight)
+        loss = loss if weight == 1.0 else loss * weight
+        loss = loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
         with self._one_backward(wrapped):
             loss.backward(retain_graph=retain_graph)
-
-    def _scaled(self, loss: Tensor, weight: float) -> Tensor:
-        """Manual optimization: what backward begins with."""
-        loss = loss if weight == 1.0 else loss * weight
-        if self.precision.scaler is None:
-            return loss
-        self.precision.scaler.end_step()
-        return self.precision.scaler.scale(loss)
 
     def clip_gradients(self, wrapped: W, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
         parameters = self._in_model_order(optimizer)
         if self.precision.scaler is not None:
-            self.precision.scaler.unscale_once(optimizer, self.cuts_gradients or bool(parameters))
+            self._unscale(optimizer)
         if algorithm == "norm":
             return torch.nn.utils.clip_grad_norm_(parameters, value)
         collectives.clip_values(parameters, value)
@@ -214,11 +208,8 @@ class SPMDStep(ManualOptimization[W]):
                 self._compression.commit(optimizer, self._non_finite)
             return True
         if closure is not None:
-            raise ValueError(
-                "precision='16-mixed' scales gradients, and an optimizer that takes a closure would step with scaled "
-                "ones; use 'bf16-mixed'"
-            )
-        if self.precision.scaler.unscale_once(optimizer, self.cuts_gradients or bool(self._in_model_order(optimizer))):
+            raise ValueError("precision='16-mixed' scales gradients, with which a closure would step; use 'bf16-mixed'")
+        if self._unscale(optimizer):
             return self.precision.scaler.has_stepped(optimizer)
         optimizer.step()  # the scaler would raise
         return True
@@ -254,6 +245,8 @@ class SPMDStep(ManualOptimization[W]):
             hooks.after_backward()
             self._edits.end()
         if self.precision.scaler is not None:
+            for optimizer in self._trained_by:  # hooks see from here on what is stepped with
+                self._unscale(optimizer)
             return result._replace(non_finite=None)  # the scaler skips such a step
         if result.non_finite is None:
             gradients = (
@@ -303,6 +296,12 @@ class SPMDStep(ManualOptimization[W]):
             optimizer.found_inf = self._non_finite  # type: ignore[attr-defined]
             return True
         return not bool(self._non_finite)
+
+    def _unscale(self, optimizer: Optimizer) -> bool:
+        """Take the scale out of the gradients of `optimizer`. False if it has none on any rank."""
+        assert self.precision.scaler is not None
+        has_gradients = self.cuts_gradients or bool(self._in_model_order(optimizer))
+        return self.precision.scaler.unscale_once(optimizer, has_gradients)
 
     def _in_model_order(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """What `optimizer` steps and has a gradient, in the order of the model's parameters: a norm depends on it in

@@ -250,7 +250,8 @@ class ShardedStrategy(ShardedOptimizers):
     def backward(self, wrapped: MeshModel, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
         if retain_graph:
             raise RuntimeError("retain_graph=True: sharded parameters are freed after backward; add the losses up")
-        loss = self._scaled(loss, weight)
+        loss = loss if weight == 1.0 else loss * weight
+        loss = loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
         wrapped.synchronize(True)
         with self._one_backward(wrapped):
             wrapped(lambda: loss).backward()  # through the root, which frees and exchanges once the walk is over

@@ -54,7 +54,7 @@ class ShardedOptimizers(SPMDStrategy["MeshModel"]):
         from lockstep.strategies.mesh import dtensors
 
         if self.precision.scaler is not None:
-            self.precision.scaler.unscale_once(optimizer, True)
+            self._unscale(optimizer)
         gradients = dtensors.by_groups([p for group in optimizer.param_groups for p in group["params"]])
         if algorithm == "norm":
             return clip_by_norm(gradients, value, self.topology.device)

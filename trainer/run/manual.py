@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
@@ -146,7 +147,8 @@ def manual_backward(run: RunState, loss: Tensor, retain_graph: bool = False) -> 
     with counting_once():
         for hook in run.hooks.on_before_backward:
             hook(loss)
-        run.strategy.backward(run.wrapped, loss, run.batch_share, retain_graph)
+        with torch.autocast(run.strategy.topology.device.type, enabled=False):  # as after an automatic step
+            run.strategy.backward(run.wrapped, loss, run.batch_share, retain_graph)
         run.called_backward = True
         for hook in run.hooks.on_after_backward:
             hook()

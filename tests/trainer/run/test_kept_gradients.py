@@ -137,11 +137,22 @@ def test_a_checkpoint_without_gradients_holds_none(tmp_path: Path) -> None:
     assert equal(fit(Zeroed(), path=tmp_path / "ck"), whole)
 
 
-def test_gradients_without_their_scale_are_refused(tmp_path: Path) -> None:
-    class Clips(ByHand):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.manual_backward(F.cross_entropy(self.often(batch[0]), batch[1]))
-            self.clip_gradients(self.optimizers()[0], 1.0)
+class Clips(ByHand):
+    """Clips in each batch what it steps with in every second."""
 
-    with pytest.raises(RuntimeError, match="clip in the batch that steps"):
-        fit(Clips(), precision="16-mixed", callbacks=[Save(tmp_path / "ck")])
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(F.cross_entropy(self.often(batch[0]), batch[1]))
+        self.clip_gradients(self.optimizers()[0], 0.1)
+        if batch_idx % 2:
+            self.optimizers()[0].step()
+            self.optimizers()[0].zero_grad()
+
+
+@pytest.mark.parametrize("kind", [ByHand, NeverZeroed, Stale, Clips])
+def test_gradients_are_kept_with_their_scale(kind: type[ByHand], tmp_path: Path) -> None:
+    whole = fit(kind(), precision="16-mixed", callbacks=[Save(tmp_path / "ck")])
+    assert equal(fit(kind(), path=tmp_path / "ck", precision="16-mixed"), whole)
+    exact = fit(kind(), precision="32-true", callbacks=[Save(tmp_path / "unscaled")])
+    assert distance(whole, exact) < 1e-2
+    for path, precision in (("ck", "32-true"), ("unscaled", "16-mixed")):
+        assert distance(fit(kind(), path=tmp_path / path, precision=precision), exact) < 1e-2
