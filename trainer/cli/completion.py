@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from lockstep.trainer.cli.parser import COMMANDS, page, trainer_arguments
@@ -23,10 +24,15 @@ WORDS = {"checkpoint": "show verify diff export import", "completion": "bash zsh
 
 def main(words: Sequence[str]) -> int:
     """Print the script for a shell."""
+    print({"bash": bash, "zsh": zsh, "fish": fish}[parse(words).shell]())
+    return 0
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments. Raises ConfigError for a wrong one."""
     parser = page(USAGE, __doc__, EXAMPLES)
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
-    print({"bash": bash, "zsh": zsh, "fish": fish}[parser.parse_args(words).shell]())
-    return 0
+    return parser.parse_args(words)
 
 
 def keys() -> list[str]:

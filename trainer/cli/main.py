@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 OWN_WORDS = ("checkpoint", "migrate", "plan", "runs", "schema", "completion")
-"""Commands that take other words than the Trainer's; each has a module of its name with a `main`."""
+"""Commands that take other words than the Trainer's; each has a module of its name with a `main` and a `parse`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

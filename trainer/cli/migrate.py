@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import difflib
 import io
@@ -50,12 +51,17 @@ class Edit(NamedTuple):
     text: str
 
 
-def main(words: Sequence[str]) -> int:
-    """Run one command and return its exit code. Raises ConfigError for a file that cannot be read."""
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments. Raises ConfigError for a wrong one."""
     parser = page(USAGE, "Rewrite imports of Lightning.", EXAMPLES)
     parser.add_argument("files", nargs="+", type=Path, help="Python files")
     parser.add_argument("--write", action="store_true", help="write the changes into the files")
-    given = parser.parse_args(words)
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run one command and return its exit code. Raises ConfigError for a file that cannot be read."""
+    given = parse(words)
     found = 0
     for file in given.files:
         if file.suffix == ".ipynb":

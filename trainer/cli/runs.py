@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -28,10 +29,7 @@ it was started if it is running.
 
 def main(words: Sequence[str]) -> int:
     """Print the table and return the exit code. Raises ConfigError if there is no such folder."""
-    parser = page(USAGE, __doc__, DESCRIPTION)
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
-    parser.add_argument("--json", action="store_true", help="one JSON object for each run, a line each")
-    given = parser.parse_args(words)
+    given = parse(words)
     if not given.folder.is_dir():
         raise ConfigError(f"there is no folder {given.folder}; name the folder of runs (usage: {USAGE})")
     found = sorted((describe(path) for path in run_folders(given.folder)), key=lambda run: run["when"])
@@ -48,6 +46,14 @@ def main(words: Sequence[str]) -> int:
         rows.append((run["run"], run["state"], str(run["steps"]), str(run["epochs"]), best, when))
     print("\n".join(columns(rows)))
     return 0
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments. Raises ConfigError for a wrong one."""
+    parser = page(USAGE, __doc__, DESCRIPTION)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
+    parser.add_argument("--json", action="store_true", help="one JSON object for each run, a line each")
+    return parser.parse_args(words)
 
 
 def run_folders(folder: Path) -> Iterator[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections.abc
 import datetime
 import json
@@ -41,9 +42,14 @@ _SUGGESTED: dict[str, Sequence[str]] = {
 
 def main(words: Sequence[str]) -> int:
     """Print the schema."""
-    page(USAGE, __doc__, EXAMPLES).parse_args(words)
+    parse(words)
     print(json.dumps(schema(), indent=1))
     return 0
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments. Raises ConfigError for a wrong one."""
+    return page(USAGE, __doc__, EXAMPLES).parse_args(words)
 
 
 def schema() -> dict[str, Any]:
