@@ -73,7 +73,8 @@ class Engine:
     ) -> None:
         self.first_clock, self._schedule, self._optimizers = clock, schedule, optimizers
         self._staleness, self._workers, num_servers = options.staleness, options.workers, options.servers
-        self._rank, world_size = topology.rank, topology.world_size
+        self._rank, world_size, self._num_servers = topology.rank, topology.world_size, num_servers
+        readers = self._readers(clock)
         stepped = {id(p) for o in optimizers.values() for group in o.param_groups for p in group["params"]}
         tensors: dict[str, Tensor] = {n: p for n, p in wrapped.named_parameters() if id(p) in stepped}
         self._kept = {n: (p, _sum_of_bits(p)) for n, p in wrapped.named_parameters() if id(p) not in stepped}
@@ -105,8 +106,7 @@ class Engine:
         record = None
         if self._rank == 0 and folder is not None:
             record = Record(folder, options._asdict(), clock)
-        self._num_servers = num_servers
-        self._host = ends.host(mine, self._workers, clock, self._total_norm, self._readers(clock), record)
+        self._host = ends.host(mine, self._workers, clock, self._total_norm, readers, record)
         sizes = [
             [layout.nbytes for layout, host in zip(self._layouts, self._hosts, strict=True) if host == rank]
             for rank in range(world_size)
@@ -122,6 +122,12 @@ class Engine:
         readers: dict[int, Counter[int]] = {i: Counter() for i in range(self._num_servers)}
         for batch, read in self._schedule.reads.items():
             if batch >= clock * self._workers:
+                if min(read) < clock:
+                    raise RuntimeError(
+                        f"the schedule that is replayed has batch {batch} read parameters of step {min(read)}, but "
+                        f"this replay begins again at step {clock}, where the recorded run did not wait for all ranks; "
+                        "resume a checkpoint that the recorded run has saved, or replay without one"
+                    )
                 for i, version in enumerate(read):
                     readers[i][version] += 1
         return readers
@@ -217,16 +223,21 @@ class Engine:
                 "`with trainer.whole(module):`, not in training_step"
             )
 
-    def push(self, batch: int, versions: list[int], count: float) -> None:
-        """Send the gradients that the model has; buffers too if the batch is the first of its clock."""
+    def push(self, batch: int, versions: list[int], count: float, ran: bool) -> None:
+        """Send the gradients that the model has, if the batch counted anything; buffers too if it `ran` as the first of
+        its clock."""
         clock, share = divmod(batch, self._workers)
         flats: dict[int, Tensor] = {}
-        if count:
+        leaves = ran and not share
+        if count or leaves:
             pieces: dict[int, list[Tensor]] = defaultdict(list)
             for part, layout, host in zip(self._parts, self._layouts, self._hosts, strict=True):
                 flat = torch.empty(layout.nbytes, dtype=torch.uint8)
-                now = self._now(part)
-                layout.write([t.grad if isinstance(t, nn.Parameter) else None if share else t for t in now], flat)
+                sent = [
+                    (t.grad if count else None) if isinstance(t, nn.Parameter) else (t if leaves else None)
+                    for t in self._now(part)
+                ]
+                layout.write(sent, flat)
                 pieces[host].append(flat)
             flats = {host: parts[0] if len(parts) == 1 else torch.cat(parts) for host, parts in pieces.items()}
         self._links.push(Arrival(batch, self._rank, versions, clock + 1), count, flats)

@@ -28,7 +28,7 @@ class Push(NamedTuple):
     """What its losses counted."""
     flat: Tensor | None
     """Gradients, weighted by what the losses counted, and in the first batch of a clock buffers; of each server of the
-    rank one after the other. None if the batch has no gradient."""
+    rank one after the other. None if the batch has neither."""
 
 
 @dataclass

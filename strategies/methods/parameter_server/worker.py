@@ -117,7 +117,7 @@ class Worker:
                     micro_batch.batch = micro_batch.batch()
             self._last_batch = part.window.micro_batches[-1].batch
             count = self._backward(part, clock)
-        self._engine.push(batch, versions, count)
+        self._engine.push(batch, versions, count, bool(part.window.micro_batches))
         if part.hooks.log is not None:
             for name, how in (("staleness", "mean"), ("staleness_max", "max")):
                 part.hooks.log(name, float(clock - min(versions)), how, float(bool(part.window.micro_batches)))

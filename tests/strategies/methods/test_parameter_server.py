@@ -282,6 +282,39 @@ class _Kills(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class _Skips(Toy):
+    """Every other clock its first batch has no loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if int(batch[2][0]) % 16 == 0 else loss
+
+
+@pytest.mark.unit
+def test_buffers_follow_a_first_batch_that_counts_nothing() -> None:
+    def run(strategy: Any, **options: Any) -> Toy:
+        torch.manual_seed(0)
+        module = _Skips(norm=True)
+        trainer = quiet(strategy=strategy, devices=1, accelerator="cpu", precision="64-true", max_epochs=2, **options)
+        trainer.fit(module, DataLoader(Rows(64), 4))
+        return module
+
+    assert difference(run(ParameterServer(staleness=0, workers=2)), run("ddp", virtual_ranks=2)) <= 1e-12
+
+
+@pytest.mark.unit
+def test_a_replay_that_resumes_where_the_recorded_run_did_not_wait_is_refused(tmp_path: Path) -> None:
+    reads = [Arrival(batch, 0, [max(0, batch - 1)], batch + 1)._asdict() for batch in range(6)]
+    lines = [{"workers": 1, "servers": 1, "staleness": 1}, *reads]
+    record = tmp_path / "schedule.jsonl"
+    record.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    saver = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=3, save_top_k=-1)
+    options: dict[str, Any] = {"devices": 1, "samples": 24, "max_epochs": 1}
+    fit(ParameterServer(replay=record), tmp_path, callbacks=[saver], enable_checkpointing=True, **options)
+    with pytest.raises(RuntimeError, match="has batch 3 read parameters of step 2, but this replay begins again at st"):
+        fit(ParameterServer(replay=record), tmp_path, ckpt_path=saver.dirpath + "/step=3", **options)
+
+
 @pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.timeout(600)
