@@ -75,12 +75,13 @@ class RunFolder:
         else:
             locked = True
             _held.add(_identity(os.fstat(self._file)))
-        if os.fstat(self._file).st_size != 8 * _SLOTS:
-            os.ftruncate(self._file, 8 * _SLOTS)
         try:
+            there = os.fstat(self._file).st_size
+            while there < 8 * _SLOTS:  # on a full disk a write to memory without a block would end the process
+                there += os.pwrite(self._file, bytes(8 * _SLOTS - there), there)
             self._map: mmap.mmap | None = mmap.mmap(self._file, 8 * _SLOTS)
             self.executed = memoryview(self._map).cast("q")
-        except OSError:  # a file system without shared memory: what is computed before a kill is not counted
+        except OSError:  # a full disk, or no shared memory: what is computed before a kill is not counted
             self._map, self.executed = None, [0, 0]
         self.executed[1] = os.getpid()
         before = _load(path)

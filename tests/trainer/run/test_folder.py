@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -248,6 +249,19 @@ def test_a_folder_that_is_deleted_during_the_run_comes_back_with_its_lock() -> N
             trainer.fit(net(), loader(32, 4))
         account = read_summary(Path(trainer.log_dir or ""))
         assert (account["exit"], account["steps"], account["computed_steps"]) == ("finished", 8, 8)
+
+
+def test_a_disk_that_is_full_from_the_beginning_does_not_end_the_process(tmp_path: Path) -> None:
+    """Memory shared with a file that has no block of its own ends it by SIGBUS as it is written."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))
+    try:
+        folder = RunFolder(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    folder.executed[0] += 1
+    assert list(folder.executed) == [1, os.getpid()]
+    folder._let_go()
 
 
 def other_process(folder: Path) -> None:
