@@ -10,7 +10,6 @@ import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from lockstep.callbacks._support.checkpoint_options import (
@@ -206,23 +205,24 @@ class ModelCheckpoint(Callback):
         self._moved_from = None
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        self._seen_step = step = trainer.global_step
-        self._saved_at = time.monotonic()
+        self._seen_step, self._saved_at = trainer.global_step, time.monotonic()
+        step = trainer.global_step
         if self.every_n_train_steps and step % self.every_n_train_steps == 0 and self._considered_step < step:
             self._waits_at = step  # in a validation that is repeated, as another saver saved before it
+        if trainer._run.progress.validated_at == step > self._considered_step:
+            self._ends_at = step  # a save by hand came first
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        step, seen = trainer.global_step, self._seen_step
-        by_time = self.train_time_interval is not None
-        if not self._fitting or step == seen or (by_time and not trainer.strategy.ranks_meet):
+        step, seen, interval = trainer.global_step, self._seen_step, self.train_time_interval
+        if step == seen or not self._fitting or (interval is not None and not trainer.strategy.ranks_meet):
             return
         self._seen_step = step
         if self.every_n_train_steps is not None:
             due = step // self.every_n_train_steps > seen // self.every_n_train_steps
-        elif self.train_time_interval is not None:
+        elif interval is not None:
             every = max(1, trainer.arguments.log_every_n_steps)
             due = step // every > seen // every and trainer.strategy.broadcast(
-                time.monotonic() - self._saved_at >= self.train_time_interval.total_seconds()
+                time.monotonic() - self._saved_at >= interval.total_seconds()
             )
         else:
             return
@@ -328,7 +328,7 @@ class ModelCheckpoint(Callback):
 
     def _score(self, trainer: Trainer) -> Tensor:
         if self._metric is None:
-            score = torch.tensor(self._epoch(trainer) if self.monitor == "epoch" else trainer.global_step)
+            score = exact(self._epoch(trainer) if self.monitor == "epoch" else trainer.global_step).long()
         else:
             self._complain(trainer)
             value = trainer.callback_metrics.get(self._metric.name)

@@ -28,7 +28,7 @@ class Run:
         self._run = self
         self.measured_at: dict[str, int] = {}
         self.validation_follows = False
-        self.progress = SimpleNamespace(batches_seen=0, epoch_validated=False)
+        self.progress = SimpleNamespace(batches_seen=0, epoch_validated=False, validated_at=-1)
         self.global_step = self.current_epoch = 0
         self.is_global_zero = True
         self.sanity_checking = False

@@ -16,7 +16,7 @@ from lockstep.callbacks import Callback, CSVLogger, TensorBoardLogger
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.trainer.checkpoint.store import Checkpoint
 from tests.callbacks.model_checkpoint.run import Run
-from tests.trainer.toy import loader, net, quiet
+from tests.trainer.toy import Net, loader, net, quiet
 
 pytestmark = pytest.mark.ranks
 
@@ -122,6 +122,25 @@ def test_a_save_that_waited_for_a_killed_validation_is_made_after_the_repeated_o
         fit(tmp_path / "killed", Fails())
     resumed, undisturbed = fit(tmp_path / "killed"), fit(tmp_path / "undisturbed")
     assert "step=4" in undisturbed and resumed == undisturbed
+
+
+def test_a_kill_after_a_save_by_hand_at_the_end_of_an_epoch_loses_no_save_of_its_own(tmp_path: Path) -> None:
+    class SavesAndFails(Net):
+        def on_train_epoch_end(self) -> None:
+            self.trainer.save_checkpoint(Path(self.trainer.log_dir or "") / "checkpoints" / "by hand")
+            raise RuntimeError("a bug")
+
+    def fit(folder: Path, kind: type[Net] = Net) -> list[str]:
+        saver = ModelCheckpoint(filename="{step}", monitor="val/loss", save_top_k=-1)
+        trainer = quiet(enable_checkpointing=True, callbacks=saver, max_epochs=2, default_root_dir=folder)
+        trainer.fit(kind(), loader(48), loader(8), ckpt_path="auto")
+        return sorted(Path(path).name for path in saver.best_k_models)
+
+    folder = tmp_path / "killed"
+    with pytest.raises(RuntimeError, match="a bug"):
+        fit(folder, SavesAndFails)
+    (folder / "SavesAndFails").rename(folder / "Net")
+    assert fit(folder) == fit(tmp_path / "undisturbed") == ["step=12", "step=6"]
 
 
 def test_the_state_is_read_back_as_it_was_and_nothing_else_is_taken(tmp_path: Path) -> None:
