@@ -160,6 +160,8 @@ class DeepSpeed(SPMDStrategy[ZeroStep]):
         trained = [p for params in held for p in params if p.requires_grad]
         saves, self._attached = [*optimizer.state_dict()], True
         self._check_batches()
+        for parameter in filter(lambda p: not p.is_contiguous(), wrapped.model.parameters()):
+            parameter.data = parameter.data.contiguous()  # DeepSpeed sends its bytes
         deepspeed_config.complete(config, sum(p.numel() for p in trained))
         self._detach = wrapped.detach
         self._watch_changes(wrapped)
@@ -239,6 +241,11 @@ class DeepSpeed(SPMDStrategy[ZeroStep]):
         assert self._view is not None
         if closure is not None:
             self._refuse("closures")
+        if self._view.stepped:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step was called again for the same gradient, which DeepSpeed's engine "
+                "drops as it steps; step once, or use strategy='ddp' or 'fsdp'"
+            )
         if self._given_clip is not None and not self._clipped:
             self.clip_gradients(wrapped, optimizer, self._given_clip)
         # A host synchronization, as the engine cannot skip a step on the device.

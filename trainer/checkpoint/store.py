@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -221,11 +221,14 @@ def open_together(path: str | os.PathLike[str], strategy: Strategy) -> Checkpoin
 
 
 def open_newest(
-    folder: str | os.PathLike[str] | None, strategy: Strategy, opens: Callable[[Path], Checkpoint]
+    folder: str | os.PathLike[str] | None,
+    strategy: Strategy,
+    opens: Callable[[Path], Checkpoint],
+    without: Iterable[Any] = (),
 ) -> Checkpoint | None:
-    """The newest checkpoint in `folder` that `opens` finds valid, opened by `open_together`, or None. Every rank calls
-    it."""
-    skipped: set[Any] = set()
+    """The newest checkpoint in `folder` that `opens` finds valid, opened by `open_together`, or None; `without` is that
+    of `newest`. Every rank calls it."""
+    skipped: set[Any] = {*without}
     while True:
         found = None
         if strategy.topology.rank == 0 and folder is not None:

@@ -46,6 +46,7 @@ class Guards:
         """Optimizer steps between comparisons of the ranks' parameters, None for none."""
         self.remembers = self.options.non_finite != "raise"
         """Whether what a window logs may have to be forgotten."""
+        self._of_others = saving.of_others(run) if self.options.non_finite == "roll_back" else set()
         self.watches = watches
         """Whether no step has been seen yet to move a parameter."""
         self.unowned = {name: p for name, p in module.named_parameters() if name in unowned}
@@ -95,7 +96,7 @@ class Guards:
         run.metrics.back_to(self._logged)
         if options.non_finite == "roll_back":
             skipped, in_a_row = options.skipped_steps, options.in_a_row
-            checkpoint = saving.newest(run)
+            checkpoint = saving.newest(run, self._of_others)
             if checkpoint is None:
                 error = self._error(bad, step)
                 error.args = (

@@ -194,11 +194,18 @@ def settle(run: RunState, error: BaseException) -> None:
         error.add_note(f"besides, a checkpoint was not saved: {lost}")
 
 
-def newest(run: RunState) -> store.Checkpoint | None:
-    """The newest valid checkpoint of this run that can be resumed, opened. Every rank calls it."""
+def of_others(run: RunState) -> set[Any]:
+    """Of the checkpoints in the run's folder, as it starts, those that it does not begin with."""
+    begun = None if run.resumed is None else store.identity(Path(run.resumed.path))
+    return store.present(folder_of(run)) - {begun}
+
+
+def newest(run: RunState, without: set[Any]) -> store.Checkpoint | None:
+    """The newest valid checkpoint of this run that can be resumed, opened; `without` those of `of_others`. Every rank
+    calls it."""
     finish(run)
     folder = folder_of(run) if run.checkpoint_callback is not None else None
-    return store.open_newest(folder, run.strategy, partial(start.resumable, run))
+    return store.open_newest(folder, run.strategy, partial(start.resumable, run), without)
 
 
 def folder_of(run: RunState) -> str:

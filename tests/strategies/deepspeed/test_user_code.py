@@ -201,6 +201,20 @@ class Experts(Plain):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class Strided(Plain):
+    """Parameters that are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].weight = nn.Parameter(self.net[2].weight.detach().t().contiguous().t())
+
+
+class StepsTwice(Plain):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(optimizer_closure)
+        optimizer.step(optimizer_closure)
+
+
 class ClampsAmongEvaluations(Clamps):
     """An evaluation before the first step lets ZeRO-3 free small parameters, too, that hooks find whole."""
 
@@ -246,6 +260,8 @@ REST: list[tuple[type[Module], str]] = [
     (HalvesGroups, "2"),
     (HalvesGroups, "3"),
     (Masks, "3 with small parameters whole"),
+    (Strided, "2"),
+    (Strided, "3"),
 ]
 
 
@@ -272,6 +288,8 @@ REFUSED: list[tuple[type[Module], str, str]] = [
     (DropsGradient, "2", "the gradient of net.4.bias is in DeepSpeed's engine"),
     (LogsLate, "2", "the gradient of net.0.weight is in DeepSpeed's engine"),
     (Unfreezes, "1", "net.0.weight, net.0.bias"),
+    (StepsTwice, "2", "AdamW.step was called again for the same gradient, which DeepSpeed's engine drops"),
+    (StepsTwice, "3", "AdamW.step was called again for the same gradient, which DeepSpeed's engine drops"),
     (
         Alternates,
         "1",

@@ -208,6 +208,19 @@ def test_a_run_can_go_back_to_its_newest_checkpoint(
     assert guard.skipped_steps == 1
 
 
+def test_a_run_does_not_go_back_to_a_checkpoint_of_another(tmp_path: Path) -> None:
+    """Which an earlier run has left in the same folder, at a later step."""
+
+    def trained(folder: str, *marked: int) -> list[torch.Tensor]:
+        module, saver = Brittle(), ModelCheckpoint(tmp_path / folder, every_n_train_steps=2)
+        callbacks = [Guard(non_finite="roll_back"), saver]
+        quiet(enable_checkpointing=True, callbacks=callbacks).fit(module, marked_data(*marked))
+        return weights(module)
+
+    trained("shared")
+    assert equal(trained("shared", 3), trained("own", 3))
+
+
 def test_going_back_needs_a_checkpoint() -> None:
     with pytest.raises(FloatingPointError, match="no checkpoint to go back to yet: let ModelCheckpoint save by steps"):
         quiet(callbacks=[Guard(non_finite="roll_back")]).fit(Brittle(), marked_data(1))
