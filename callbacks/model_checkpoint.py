@@ -328,7 +328,7 @@ class ModelCheckpoint(Callback):
 
     def _score(self, trainer: Trainer) -> Tensor:
         if self._metric is None:
-            score = exact(self._epoch(trainer) if self.monitor == "epoch" else trainer.global_step).long()
+            score = exact(self._epoch(trainer) if self.monitor == "epoch" else trainer.global_step)
         else:
             self._complain(trainer)
             value = trainer.callback_metrics.get(self._metric.name)
