@@ -56,7 +56,7 @@ class Schedule:
             if batch < first:
                 raise RuntimeError(
                     f"the schedule that is replayed begins with step {first // self.workers}, where the run resumed "
-                    "with other workers or servers; give ckpt_path the checkpoint of that step"
+                    "with other workers or servers, or in another folder; give ckpt_path the checkpoint of that step"
                 )
             raise RuntimeError(
                 f"the schedule that is replayed has no batch {batch}: it ends after {len(self.reads)} batches; train "
