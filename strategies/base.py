@@ -190,6 +190,8 @@ class Strategy(ABC, Generic[W]):
     """Valid after `setup`, which returns it; before, that of one process on CPU."""
     num_devices: int = 1
     """Devices of this node. Valid after `configure`."""
+    precision = Precision()
+    """Number formats of the run, and loss scaling."""
     virtual_ranks: int = 0
     """Shares into which each step is cut, as if there were so many ranks; 0 for none."""
     ranks_meet: bool = True

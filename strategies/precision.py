@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,13 +56,21 @@ class LossScaler(torch.amp.GradScaler):
         self._unscaled: set[int] = set()
         """By `id` the optimizers whose gradients have lost their scale since the last backward."""
         self._skipped: Callable[[], str | None] | None = None
-        self._steps_on_host = False
+        self._steps_on_host = self._cut = False
 
     def watch(
-        self, optimizers: Collection[Optimizer], parameters: list[nn.Parameter], device: torch.device, on_host: bool
+        self,
+        optimizers: Collection[Optimizer],
+        parameters: list[nn.Parameter],
+        device: torch.device,
+        on_host: bool,
+        cut: bool,
     ) -> None:
-        """Take the gradients of these; `on_host` if some parameters are there, of a model on a GPU."""
-        self._optimizers, self._parameters, self._steps_on_host = optimizers, parameters, on_host
+        """Take the gradients of these; `on_host` if some parameters are there, of a model on a GPU, and `cut` if ranks
+        hold different parts of them, and agree."""
+        self.end_step()
+        self._optimizers, self._parameters = optimizers, parameters
+        self._steps_on_host, self._cut = on_host, cut
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._mark_step)
         super().scale(torch.ones((), device=device))  # before a loss has been, a step may want the scale
@@ -78,19 +87,24 @@ class LossScaler(torch.amp.GradScaler):
         now: Any = self._scale
         before = now.clone()
         self.update()
-        groups = (group for each in self._optimizers if id(each) in self._unscaled for group in each.param_groups)
-        without = {id(p) for group in groups for p in group["params"]}
-        for parameter in self._parameters:
+        change = now / before
+        stepped = {id(each): _stepped(each) for each in self._optimizers}
+        without = {id(p) for each, parameters in stepped.items() if each in self._unscaled for p in parameters}
+        for parameter in dict.fromkeys([*self._parameters, *chain(*stepped.values())]):
             if parameter.grad is not None:
-                _multiply(parameter.grad, now if id(parameter) in without else now / before)
+                _multiply(parameter.grad, now if id(parameter) in without else change)
         self._unscaled.clear()
 
-    def unscale_once(self, optimizer: Optimizer, has_gradients: bool) -> bool:
-        """Divide the gradients of `optimizer` by the scale, once in a step. False if it has none on any rank."""
-        if has_gradients and id(optimizer) not in self._unscaled:
-            self.unscale_(optimizer)
-            self._unscaled.add(id(optimizer))
-        return id(optimizer) in self._unscaled
+    def unscale_once(self, optimizer: Optimizer) -> bool:
+        """Divide the gradients of `optimizer` by the scale, once in a step. False if it has none on any rank. Every
+        rank calls it."""
+        if id(optimizer) in self._unscaled:
+            return True
+        if not self._cut and all(p.grad is None for p in _stepped(optimizer)):
+            return False
+        self.unscale_(optimizer)
+        self._unscaled.add(id(optimizer))
+        return True
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Step unless a gradient is not finite; whether `optimizer` was called. One that gets `found_inf` may skip the
@@ -109,6 +123,10 @@ class LossScaler(torch.amp.GradScaler):
         if self._steps_on_host:  # torch would copy it beside the host, which reads it at once
             found = optimizer.found_inf = found.cpu()
         self._skipped = finite.later(found)
+
+
+def _stepped(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _multiply(gradient: Tensor, by: Tensor) -> None:

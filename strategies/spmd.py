@@ -244,7 +244,13 @@ class SPMDStrategy(SPMDStep[W]):
         # Walking through the modules in each step would cost more than the check of the gradients.
         self._watched = list(wrapped.parameters())
         if self.precision.scaler is not None:
-            self.precision.scaler.watch(optimizers.values(), self._watched, self.topology.device, self._steps_on_host)
+            self.precision.scaler.watch(
+                optimizers.values(),
+                self._watched,
+                self.topology.device,
+                on_host=self._steps_on_host,
+                cut=self.cuts_gradients,
+            )
         self._watch_changes(wrapped)
         self._compare_edits(self.unwrap(wrapped), optimizers)
         if self._compression is not None:

@@ -184,7 +184,7 @@ class SPMDStep(ManualOptimization[W]):
     def clip_gradients(self, wrapped: W, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
         parameters = self._in_model_order(optimizer)
         if self.precision.scaler is not None:
-            self._unscale(optimizer)
+            self.precision.scaler.unscale_once(optimizer)
         if algorithm == "norm":
             return torch.nn.utils.clip_grad_norm_(parameters, value)
         collectives.clip_values(parameters, value)
@@ -209,7 +209,7 @@ class SPMDStep(ManualOptimization[W]):
             return True
         if closure is not None:
             raise ValueError("precision='16-mixed' scales gradients, with which a closure would step; use 'bf16-mixed'")
-        if self._unscale(optimizer):
+        if self.precision.scaler.unscale_once(optimizer):
             return self.precision.scaler.has_stepped(optimizer)
         optimizer.step()  # the scaler would raise
         return True
@@ -246,7 +246,7 @@ class SPMDStep(ManualOptimization[W]):
             self._edits.end()
         if self.precision.scaler is not None:
             for optimizer in self._trained_by:  # hooks see from here on what is stepped with
-                self._unscale(optimizer)
+                self.precision.scaler.unscale_once(optimizer)
             return result._replace(non_finite=None)  # the scaler skips such a step
         if result.non_finite is None:
             gradients = (
@@ -296,12 +296,6 @@ class SPMDStep(ManualOptimization[W]):
             optimizer.found_inf = self._non_finite  # type: ignore[attr-defined]
             return True
         return not bool(self._non_finite)
-
-    def _unscale(self, optimizer: Optimizer) -> bool:
-        """Take the scale out of the gradients of `optimizer`. False if it has none on any rank."""
-        assert self.precision.scaler is not None
-        has_gradients = self.cuts_gradients or bool(self._in_model_order(optimizer))
-        return self.precision.scaler.unscale_once(optimizer, has_gradients)
 
     def _in_model_order(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """What `optimizer` steps and has a gradient, in the order of the model's parameters: a norm depends on it in

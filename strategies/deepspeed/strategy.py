@@ -138,7 +138,7 @@ class DeepSpeed(SPMDStrategy[ZeroStep]):
         return ZeroStep(model.to(self.topology.device))
 
     def teardown_module(self, wrapped: ZeroStep) -> None:
-        if isinstance(wrapped, ZeroStep) and wrapped.engine is not None:
+        if wrapped.engine is not None:
             keeps = self.topology.rank == 0 or not environment.started_by_lockstep()  # the others end with the run
             wrapped.release(keeps)
         super().teardown_module(wrapped)

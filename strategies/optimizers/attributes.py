@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -253,6 +254,10 @@ class _Search:
             return sorted(map(repr, value))
         if (state := generator_state(value)) is not None:
             return state
+        if hasattr(value, "bit_generator"):  # of a package that numpy's generators are not of
+            return repr(value.bit_generator.state)
+        if hasattr(value, "getstate") and not isinstance(value, random.SystemRandom):
+            return repr(value.getstate())
         if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
             return id(value)
         return id(value), self.mark({**vars(value)}, depth - 1)

@@ -54,7 +54,7 @@ class ShardedOptimizers(SPMDStrategy["MeshModel"]):
         from lockstep.strategies.mesh import dtensors
 
         if self.precision.scaler is not None:
-            self._unscale(optimizer)
+            self.precision.scaler.unscale_once(optimizer)
         gradients = dtensors.by_groups([p for group in optimizer.param_groups for p in group["params"]])
         if algorithm == "norm":
             return clip_by_norm(gradients, value, self.topology.device)
@@ -70,6 +70,8 @@ class ShardedOptimizers(SPMDStrategy["MeshModel"]):
         if wrapped.depth and closure is not None:
             closure = _within_the_step(wrapped, closure)
         self._compare(wrapped)
+        if self.precision.scaler is not None:  # the gradients that stay, not an owner's copies
+            self.precision.scaler.unscale_once(optimizer)
         with explained(type(optimizer).__name__):
             owners = self._owners.get(id(optimizer))
             if owners is None:

@@ -51,7 +51,7 @@ class VirtualSharded(ShardedStrategy, VirtualStep["MeshModel"]):
         chosen = super().configure(**layout)
         if max(self._sizes.values()) == 1 and not self.options.cpu_offload:
             alone = VirtualReplicas(self.virtual_ranks, activation_checkpointing=self.activation_checkpointing)
-            return alone.configure(**layout)
+            return alone.configure(**{**layout, "devices": self.num_devices})
         given = VirtualStep.capabilities
         refuses = {**given.refuses, "compile": _NO_COMPILE}
         self.capabilities = replace(given, builds_on_meta=True, preserves_memory_format=False, refuses=refuses)

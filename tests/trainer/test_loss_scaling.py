@@ -127,6 +127,18 @@ class NeverZeroed(ByHand):
         self.optimizers()[0].step()
 
 
+class FactoredByHand(NeverZeroed):
+    """Its optimizer multiplies matrices, and under `fsdp` steps whole parameters, each on one rank."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adafactor(part.parameters(), 0.1) for part in (self.often, self.seldom)]
+
+
+class ClipsInHookByHand(NeverZeroed):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.often.parameters(), 0.05)
+
+
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("kind", "options"),
@@ -140,6 +152,8 @@ class NeverZeroed(ByHand):
         (SkipsByHand, {}),
         (StaleByHand, {}),
         (NeverZeroed, {}),
+        (FactoredByHand, {}),
+        (ClipsInHookByHand, {}),
     ],
 )
 def test_the_scale_changes_no_bit(

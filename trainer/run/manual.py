@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -51,7 +51,12 @@ class ManualOptimizer(HeldOptimizer):
             )
         from lockstep.strategies.sync.collective_fingerprint import counting_once
 
-        with counting_once() as refused:
+        device, scaler = run.strategy.topology.device.type, run.strategy.precision.scaler
+        # as around an automatic step; a closure's forward needs it
+        without_casts = torch.autocast(device, enabled=False) if closure is None else nullcontext()
+        with counting_once() as refused, without_casts:
+            if scaler is not None:
+                scaler.unscale_once(self.optimizer)
             for hook in run.hooks.on_before_optimizer_step:
                 hook(self.optimizer)
             if closure is not None and run.world_size > 1:

@@ -292,7 +292,7 @@ class Federated(ClientSteps):
         """On a client a step of its optimizer; else the server's step for the parameters of `optimizer`."""
         if closure is not None:
             self._refuse("closures")
-        if self._refusal is not None:
+        if self._refusal is _on_client:
             optimizer.step()
             return True
         if self._agreement is not None and self._on_cpu:
