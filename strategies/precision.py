@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -55,6 +55,8 @@ class LossScaler(torch.amp.GradScaler):
         self._parameters: list[nn.Parameter] = []
         self._unscaled: set[int] = set()
         """By `id` the optimizers whose gradients have lost their scale since the last backward."""
+        self._done: set[int] = set()
+        """Those of them that have stepped."""
         self._skipped: Callable[[], str | None] | None = None
         self._steps_on_host = self._cut = False
 
@@ -69,6 +71,12 @@ class LossScaler(torch.amp.GradScaler):
         """Take the gradients of these; `on_host` if some parameters are there, of a model on a GPU, and `cut` if ranks
         hold different parts of them, and agree."""
         self.end_step()
+        stepped = [p for each in optimizers for p in _stepped(each)]
+        if len({*map(id, stepped)}) < len(stepped):
+            raise ValueError(
+                "precision='16-mixed' takes the scale out of the gradients of each optimizer, but several optimizers "
+                "step the same parameter; give it to one, or use precision='bf16-mixed'"
+            )
         self._optimizers, self._parameters = optimizers, parameters
         self._steps_on_host, self._cut = on_host, cut
         for optimizer in optimizers:
@@ -81,23 +89,54 @@ class LossScaler(torch.amp.GradScaler):
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Choose the scale of the next backward, and give it to gradients that are kept. Also before a save."""
+        """Choose the scale of the next backward, and give it to gradients that are kept."""
         if not self._unscaled:
             return
         now: Any = self._scale
         before = now.clone()
         self.update()
-        change = now / before
-        stepped = {id(each): _stepped(each) for each in self._optimizers}
-        without = {id(p) for each, parameters in stepped.items() if each in self._unscaled for p in parameters}
-        for parameter in dict.fromkeys([*self._parameters, *chain(*stepped.values())]):
-            if parameter.grad is not None:
-                _multiply(parameter.grad, now if id(parameter) in without else change)
+        kept = [(id(p), p.grad) for p in self._all_parameters() if p.grad is not None]
+        if kept:
+            change, without = now / before, self._without_scale()
+            for key, gradient in kept:
+                _multiply(gradient, now if key in without else change)
         self._unscaled.clear()
+        self._done.clear()
+
+    @contextmanager
+    def at_next_step(self) -> Iterator[None]:
+        """While it lasts all is as after `end_step`, for a save, which is to change nothing that hooks see."""
+        if not self._unscaled:
+            yield
+            return
+        given = [(p, p.grad) for p in self._all_parameters() if p.grad is not None]
+        own = {
+            name: vars(self)[name]
+            for name in ("_scale", "_growth_tracker", "_per_optimizer_states", "_unscaled", "_done")
+        }
+        for parameter, gradient in given:
+            parameter.grad = gradient.clone()
+        self._scale, self._growth_tracker = own["_scale"].clone(), own["_growth_tracker"].clone()
+        self._unscaled, self._done = {*own["_unscaled"]}, {*own["_done"]}
+        try:
+            self.end_step()
+            yield
+        finally:
+            vars(self).update(own)
+            for parameter, gradient in given:
+                parameter.grad = gradient
+
+    def _all_parameters(self) -> Iterable[nn.Parameter]:
+        return dict.fromkeys([*self._parameters, *chain(*map(_stepped, self._optimizers))])
+
+    def _without_scale(self) -> set[int]:
+        return {id(p) for each in self._optimizers if id(each) in self._unscaled for p in _stepped(each)}
 
     def unscale_once(self, optimizer: Optimizer) -> bool:
         """Divide the gradients of `optimizer` by the scale, once in a step. False if it has none on any rank. Every
         rank calls it."""
+        if id(optimizer) in self._done:  # it steps by the same gradient again
+            self.end_step()
         if id(optimizer) in self._unscaled:
             return True
         if not self._cut and all(p.grad is None for p in _stepped(optimizer)):
@@ -110,6 +149,7 @@ class LossScaler(torch.amp.GradScaler):
         """Step unless a gradient is not finite; whether `optimizer` was called. One that gets `found_inf` may skip the
         step by itself, on the device, and then it has not."""
         self._skipped = None
+        self._done.add(id(optimizer))
         self.step(optimizer)
         return self._skipped is not None and self._skipped() is None
 
@@ -178,16 +218,6 @@ class Precision:
         if self.dtype == torch.float32:
             return model
         return model._apply(lambda tensor: tensor.to(dtype_of(tensor, self.dtype)))
-
-    @torch.no_grad()
-    def load_scale(self, saved: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> None:
-        """Take over the scaler of a checkpoint, `{}` if it has none, whose gradients `parameters` have."""
-        if self.scaler is not None and saved:
-            self.scaler.load_state_dict({**saved})
-        by = (1.0 if self.scaler is None else self.scaler.get_scale()) / saved.get("scale", 1.0)
-        for parameter in parameters if by != 1.0 else ():
-            if parameter.grad is not None:
-                _multiply(parameter.grad, torch.tensor(by))
 
     def autocast(self, device: torch.device, steps: bool = False) -> AbstractContextManager:
         """The context of a forward; with `steps` of several, between which weights change, so that each casts them."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -340,13 +340,12 @@ class SPMDStrategy(SPMDStep[W]):
     # ---- 4. checkpointing ------------------------------------------------------------------------------
 
     def state_dict(self, wrapped: W, optimizers: dict[str, Optimizer]) -> State:
-        if self.precision.scaler is not None:
-            self.precision.scaler.end_step()
-        with self._training_weights() as for_now:
+        scaler = self.precision.scaler
+        with self._training_weights() as for_now, nullcontext() if scaler is None else scaler.at_next_step():
             state = self._gather_state(wrapped, optimizers, self.local_shard, self._writes_owned)
             self._save_both(wrapped, optimizers, state, for_now)
-        if self.precision.scaler is not None:
-            state.meta["scaler"] = self.precision.scaler.state_dict()
+            if scaler is not None:
+                state.meta["scaler"] = scaler.state_dict()
         extra = self.extra_state(wrapped)
         if extra:
             state.meta["extra"] = {self.name: extra}
@@ -384,7 +383,8 @@ class SPMDStrategy(SPMDStep[W]):
         modes.load_training(self.unwrap(wrapped), optimizers, state, self.read_shard)
         self._evaluation = None if optimizers else self._evaluation
         modes.train(optimizers.values(), partial(self.open_optimizer, wrapped))
-        self.precision.load_scale(state.meta.get("scaler", {}), wrapped.parameters())
+        if self.precision.scaler is not None and "scaler" in state.meta:
+            self.precision.scaler.load_state_dict(state.meta["scaler"])
         if self._compression is not None and optimizers and "learners" not in state.meta:  # theirs are of weights
             self._compression.load(state)
         if optimizers:

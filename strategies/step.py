@@ -68,8 +68,6 @@ class SPMDStep(ManualOptimization[W]):
 
     def forward_backward(self, wrapped: W, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS) -> StepResult:
         self._step_hooks, self._looks = hooks, not hooks.automatic
-        if self.precision.scaler is not None:
-            self.precision.scaler.end_step()
         if not hooks.automatic:
             return self._run_manual(wrapped, step_fn, window, hooks)
         last, alone = len(window.micro_batches) - 1, len(window.micro_batches) == 1 == self.topology.data_size
@@ -78,6 +76,8 @@ class SPMDStep(ManualOptimization[W]):
         count: Any = 0.0  # a tensor if losses count on an accelerator
         weighted, vote, counting, send = 0.0, NO_VOTE, None, None
         for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
+            if scaler is not None:
+                scaler.end_step()  # before what is there is put aside
             if self._in_group:
                 self.set_gradient_sync(wrapped, i == last)
             call = run if micro_batch.num_samples else self.run_padding(wrapped, step_fn)

@@ -20,7 +20,7 @@ from lockstep.strategies.modules.side_effect_free import differ
 from lockstep.trainer.checkpoint.rank_state import on_device_of, torchmetrics_of
 from lockstep.trainer.metrics.gathering import gather_values
 from lockstep.trainer.metrics.model_parts import Parts
-from lockstep.trainer.metrics.sync import refuse_windows, uncached
+from lockstep.trainer.metrics.sync import in_turn, refuse_windows, uncached
 from lockstep.trainer.seeding import derive
 from lockstep.trainer.setup.user_state import UserState
 
@@ -331,7 +331,7 @@ class _Together(_OfShares):
             if not values:
                 continue
             if isinstance(values[0], list):
-                together: Any = [item for value in values for item in value]
+                together: Any = in_turn(values)
                 value = reduction(together) if reduction is not None and together else together
             else:
                 together = torch.stack(values)

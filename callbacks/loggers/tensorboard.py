@@ -82,17 +82,17 @@ class TensorBoardLogger(RunLogger):
 
     @property
     def state_key(self) -> str:
-        return f"TensorBoardLogger[save_dir={self.save_dir}, name={self.name}, version={self.given_version}]"
+        return f"{type(self).__name__}[save_dir={self.save_dir}, name={self.name}, version={self.given_version}]"
 
     def state_dict(self) -> dict[str, Any]:
         with contextlib.suppress(OSError):  # its folder was deleted
             if self._writer is not None:
                 path = self._event_file(self._writer).path
                 return {"file": os.path.basename(path), "bytes": os.path.getsize(path)}
-        return {"file": "", "bytes": 0}
+        return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = state_dict["file"], state_dict["bytes"]
+        self._saved = (state_dict["file"], state_dict["bytes"]) if state_dict else None
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)

@@ -175,6 +175,8 @@ class DataParallel(SPMDStrategy):
             weighted += sum(value.item() for value in losses) if self.topology.device.type == "cpu" else 0.0
             if losses and hooks.before_backward is not None:
                 hooks.before_backward(split_loss(whole, micro_batch.num_samples)[0])  # type: ignore[arg-type]
+            if self.precision.scaler is not None:  # before threads ask for the scale
+                self.precision.scaler.end_step()
             self._run(self._backward, losses)
             self._join(wrapped, replicas)
             micro_batch.output = detach(whole)

@@ -3,6 +3,7 @@ that is not taken."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep import Module
+from lockstep.callbacks import Callback
 from tests.trainer.toy import equal, loader, quiet, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -40,6 +42,9 @@ class Scaled(Module):
         if self.overflows(batch_idx) and not self.scales:
             return None
         return self.loss(self.often, batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(self.often, batch))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.often.parameters(), 0.1, momentum=0.9)
@@ -127,6 +132,16 @@ class NeverZeroed(ByHand):
         self.optimizers()[0].step()
 
 
+class TwiceByHand(NeverZeroed):
+    """Steps twice by a gradient, and by that of the batch before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers()[0].step()
+        self.manual_backward(self.loss(self.often, batch))
+        self.optimizers()[0].step()
+        self.optimizers()[0].step()
+
+
 class FactoredByHand(NeverZeroed):
     """Its optimizer multiplies matrices, and under `fsdp` steps whole parameters, each on one rank."""
 
@@ -137,6 +152,22 @@ class FactoredByHand(NeverZeroed):
 class ClipsInHookByHand(NeverZeroed):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         torch.nn.utils.clip_grad_norm_(self.often.parameters(), 0.05)
+
+
+class LooksAtKept(ByHand):
+    """Edits a kept gradient after a save."""
+
+    clips = True
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in self.seldom.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach(), alpha=0.1)
+
+
+class Shared(ByHand):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.often.parameters(), 0.1) for _ in range(2)]
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
@@ -152,6 +183,7 @@ class ClipsInHookByHand(NeverZeroed):
         (SkipsByHand, {}),
         (StaleByHand, {}),
         (NeverZeroed, {}),
+        (TwiceByHand, {}),
         (FactoredByHand, {}),
         (ClipsInHookByHand, {}),
     ],
@@ -168,3 +200,58 @@ def test_the_scale_changes_no_bit(
         trainer.fit(module, loader(48, 8))
         found.append(weights(module))
     assert equal(*found)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["dp", "ddp", "fsdp"])
+@pytest.mark.parametrize("kind", [ClipsInHook, MeasuresEachMicroBatch, ClipsByHand, FactoredByHand])
+def test_the_scale_changes_no_bit_on_two_ranks(kind: type[Scaled], strategy: str) -> None:
+    if strategy == "dp" and issubclass(kind, ByHand):
+        pytest.skip("dp refuses manual optimization")
+    found = []
+    for scales in (True, False):
+        module = kind(scales)
+        options = {} if issubclass(kind, ByHand) else {"accumulate_grad_batches": 2}
+        trainer = quiet(
+            strategy=strategy,
+            devices=2,
+            accelerator="cpu",
+            precision="16-mixed" if scales else "32-true",
+            split_batches=True,
+            **options,
+        )
+        trainer.fit(module, loader(48, 8))
+        found.append(weights(module))
+    assert equal(*found)
+
+
+class Saves(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.save_checkpoint(self.path / str(trainer.global_step))
+
+
+def test_a_save_changes_no_gradient_that_is_kept(tmp_path: Path) -> None:
+    found = []
+    for callbacks in ([], [Saves(tmp_path)]):
+        module = LooksAtKept(True)
+        quiet(accelerator="cpu", precision="16-mixed", callbacks=callbacks).fit(module, loader(48, 8))
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        found.append([*weights(module), *gradients])
+    assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
+
+
+def test_a_parameter_of_two_optimizers_is_refused() -> None:
+    with pytest.raises(ValueError, match="several optimizers step the same parameter"):
+        quiet(accelerator="cpu", precision="16-mixed").fit(Shared(True), loader(48, 8))
+
+
+def test_gradients_of_the_user_keep_their_values(tmp_path: Path) -> None:
+    quiet(accelerator="cpu", precision="16-mixed", callbacks=[Saves(tmp_path)]).fit(Scaled(True), loader(48, 8))
+    module = Scaled(True)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    quiet(accelerator="cpu").validate(module, loader(48, 8), ckpt_path=str(tmp_path / "3"))
+    assert all(p.grad is not None and p.grad.eq(1).all() for p in module.parameters())

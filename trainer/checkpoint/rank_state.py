@@ -4,7 +4,7 @@ gradients that manual optimization keeps from batch to batch."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -243,17 +243,25 @@ GRADIENTS = "module.gradients"
 
 class KeptGradients(ParameterState):
     """Gradients of manual optimization between two batches. The next one may add to them or step with them, so all
-    that exist are saved: whether its first act is to drop them, nobody knows before."""
+    that exist are saved: whether its first act is to drop them, nobody knows before.
+
+    `scale`: what those of a checkpoint are multiplied by.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], scale: float = 1.0) -> None:
+        super().__init__(parameters)
+        self._scale = scale
 
     def tensors(self) -> dict[Tensor, dict[str, Any]]:
         return {p: _saved(p.grad) for p in self.parameters() if p.grad is not None}
 
     def take(self, parameter: Tensor, saved: dict[str, Any]) -> None:
         if "gradient" in saved:
-            parameter.grad = saved["gradient"].to(parameter.device)
+            parameter.grad = saved["gradient"].to(parameter.device) * self._scale
             return
         of_sparse = {"check_invariants": True, "is_coalesced": saved["coalesced"], "device": parameter.device}
-        parameter.grad = torch.sparse_coo_tensor(saved["indices"], saved["values"], parameter.shape, **of_sparse)
+        values = saved["values"] * self._scale
+        parameter.grad = torch.sparse_coo_tensor(saved["indices"], values, parameter.shape, **of_sparse)
 
 
 def kept_gradients(module: Module) -> dict[str, ParameterState]:
@@ -262,16 +270,21 @@ def kept_gradients(module: Module) -> dict[str, ParameterState]:
     return {GRADIENTS: KeptGradients(kept)} if kept else {}
 
 
-def drop_gradients(module: Module, saved: Mapping[str, Any]) -> dict[str, ParameterState]:
-    """Drop the gradients of now, for a checkpoint that holds the `saved` optimizers; what is to take over its own."""
+def drop_gradients(module: Module, strategy: Strategy, saved: Mapping[str, Any]) -> dict[str, ParameterState]:
+    """Drop the gradients of now, for a checkpoint that holds the strategy's state `saved`; what is to take over its
+    own, with the scale of this run's losses."""
     if module.automatic_optimization:
         return {}
     for parameter in module.parameters():
         parameter.grad = None
-    if GRADIENTS not in saved:
+    if GRADIENTS not in saved["optimizers"]:
         return {}
-    named = dict(module.named_parameters())
-    return {GRADIENTS: KeptGradients(named[name] for name in saved[GRADIENTS]["param_groups"][0]["params"])}
+    named, scaler, before = dict(module.named_parameters()), strategy.precision.scaler, saved.get("scaler")
+    scale = 1.0 if before is None else 1 / before["scale"]
+    if scaler is not None:  # which takes over the saved one
+        scale = scaler.get_scale() if before is None else 1.0
+    names = saved["optimizers"][GRADIENTS]["param_groups"][0]["params"]
+    return {GRADIENTS: KeptGradients((named[name] for name in names), scale)}
 
 
 def _saved(gradient: Tensor) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def fault(checkpoint: Checkpoint) -> str | None:
         return "state.json has no valid accumulation"
     if "rng_at_setup" in state and not _is_rng(state["rng_at_setup"]):  # as there
         return "state.json has no valid rng_at_setup"
-    for key in ("logged_metrics", "progress_bar_metrics"):  # as there
+    for key in ("measured_at", "logged_metrics", "progress_bar_metrics"):  # as there
         if not _is_dict(state.get(key, {}), is_number):
             return f"state.json has no valid {key}"
     for part, whole in (

@@ -125,6 +125,7 @@ def _shared_state(
         "module": pack(extra, "module/extra", tensors),
         **hyperparameters(run, module, tensors),
         "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
+        "measured_at": run.measured_at,
         "logged_metrics": {name: float(value) for name, value in run.logged_metrics.items()},
         "progress_bar_metrics": {name: float(value) for name, value in run.progress_bar_metrics.items()},
         "windows": run.train_dataloader.plan,
@@ -143,13 +144,12 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
     with refused(checkpoint.path):
         progress, loader = run.progress, run.train_dataloader
         progress.load_state_dict(state["progress"])
-        if (
-            loader.plan != state["windows"] and loader.batch_size is not None
-        ):  # other batches, as the user wants: count them so
+        if loader.plan != state["windows"] and loader.batch_size is not None:
+            # other batches, as the user wants: count them so
             progress.batches_seen = -(-progress.samples_seen * loader.num_micro_batches // loader.batch_size)
         for name, value in state["metrics"].items():
             run.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
-            run.measured_at[name] = run.progress.global_step
+        run.measured_at |= dict.fromkeys(state["metrics"], progress.global_step) | state.get("measured_at", {})
         for shown, key in ((run.logged_metrics, "logged_metrics"), (run.progress_bar_metrics, "progress_bar_metrics")):
             shown.update({n: torch.tensor(value, dtype=torch.float64) for n, value in state.get(key, {}).items()})
 
@@ -242,7 +242,7 @@ def restore_optimizers(run: RunState, checkpoint: Checkpoint) -> None:
     with refused(checkpoint.path):
         beside = _saved_beside(run, checkpoint)
         if run.module is not None:
-            beside |= rank_state.drop_gradients(run.module, state["strategy"]["optimizers"])
+            beside |= rank_state.drop_gradients(run.module, run.strategy, state["strategy"])
         frozen.check(checkpoint, run.strategy, run.wrapped)
         run.strategy.load_state_dict(run.wrapped, {**run.optimizers, **beside}, checkpoint)
         assert run.optimizer_attributes is not None

@@ -122,6 +122,10 @@ class TensorBoardLogger(_WithFolder, callbacks.TensorBoardLogger):
         )
         self.prefix, self.sub_dir = prefix, None if sub_dir is None else os.fspath(sub_dir)
 
+    @property
+    def state_key(self) -> str:
+        return f"{super().state_key}[sub_dir={self.sub_dir}, prefix={self.prefix}]"
+
     NAME_HPARAMS_FILE = "hparams.yaml"
 
     @property

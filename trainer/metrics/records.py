@@ -83,7 +83,14 @@ def _data_of(value: Any) -> Any:
     if kind is dict and not all(type(key) in _KEYS for key in value):
         return [[key, item] for key, item in value.items()]
     base: Any = next((base for base in _BASES if isinstance(value, base)), kind)
-    return None if kind in (base, bool) else base(value)
+    if kind in (base, bool):
+        return None
+    if getattr(value, "__dict__", None):
+        raise TypeError(
+            f"a {kind.__qualname__} has attributes ({', '.join(vars(value))}), which would be lost: return them "
+            "beside it"
+        )
+    return base(value)
 
 
 def _is_result(value: Any) -> bool:

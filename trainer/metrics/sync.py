@@ -119,7 +119,8 @@ class Gather:
 
 
 class Lists:
-    """`metric._sync_dist` for states that are lists: an item of each rank in turn, as one process has them.
+    """`metric._sync_dist` for states that are lists: an item of each rank in turn, which is the order of one process if
+    an update adds one item.
 
     torchmetrics gathers the items of some lists one by one, where ranks may have more or fewer, and takes them for
     another's state; joins those of others by rank; and one that is empty, as the boxes of an image without any, is
@@ -134,13 +135,13 @@ class Lists:
         metric = self._metric
         lists = {name: held for name in metric._reductions if isinstance(held := getattr(metric, name), list)}
         own = lists if self._strategy.topology.is_reporting_rank else {}
-        everyone = gather_values(self._strategy, {name: _sent(items) for name, items in own.items()}, "state")
+        sent = {name: _sent(items) for name, items in own.items()}
+        everyone = gather_values(self._strategy, sent, "state") if lists else []
         for name in lists:
             setattr(metric, name, [])
         type(metric)._sync_dist(metric, *args, **options)
         for name, held in lists.items():
-            rows = [_received(part[name]) for part in everyone if part]
-            items = [item for turn in zip_longest(*rows, fillvalue=_NOTHING) for item in turn if item is not _NOTHING]
+            items = in_turn([_received(part[name]) for part in everyone if part])
             device = held[0].device if held and isinstance(held[0], Tensor) else metric.device
             items = [item.to(device) if isinstance(item, Tensor) else item for item in items]
             reduction = metric._reductions[name]
@@ -152,6 +153,11 @@ class Lists:
 
     def __reduce__(self) -> Any:
         return _nothing, ()  # as `Gather`
+
+
+def in_turn(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    """An item of each rank, or share, in turn."""
+    return [item for turn in zip_longest(*rows, fillvalue=_NOTHING) for item in turn if item is not _NOTHING]
 
 
 def _sent(items: list[Any]) -> Any:

@@ -248,8 +248,8 @@ class Links:
     def _answer_push(self, peer: int, numbers: Sequence[float]) -> None:
         host, size = self.host, self._num_servers
         assert host is not None
-        batch, made, count, has_gradient = numbers[size : size + 4]
-        flat = self._flat_from(self._peers, peer, host.nbytes) if has_gradient else None
+        batch, made, count, has_tensors = numbers[size : size + 4]
+        flat = self._flat_from(self._peers, peer, host.nbytes) if has_tensors else None
         read = [int(number) for number in numbers[:size]]
         host.push(Arrival(int(batch), peer, read, int(made)), Push(count, flat))
         if self.dealer is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import shutil
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,29 @@ def test_a_kill_after_a_save_by_hand_at_the_end_of_an_epoch_loses_no_save_of_its
         fit(folder, SavesAndFails)
     (folder / "SavesAndFails").rename(folder / "Net")
     assert fit(folder) == fit(tmp_path / "undisturbed") == ["step=12", "step=6"]
+
+
+def test_a_resumed_run_takes_no_older_metric_for_one_of_its_weights(tmp_path: Path) -> None:
+    class Seldom(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if self.trainer.current_epoch % 2 == 0:
+                self.log("seldom", float(self.trainer.global_step))
+
+        def on_train_epoch_end(self) -> None:
+            if self.trainer.current_epoch == 1:
+                self.trainer.save_checkpoint(tmp_path / "by hand")
+
+    def fit(path: str | None = None) -> dict[str, float]:
+        saver = ModelCheckpoint(tmp_path / str(path is None), "{step}", monitor="seldom", save_top_k=-1)
+        trainer = quiet(enable_checkpointing=True, callbacks=saver, max_epochs=2, default_root_dir=tmp_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(Seldom(), loader(48), loader(8), ckpt_path=path)
+        return {Path(path).name: float(score) for path, score in saver.best_k_models.items()}
+
+    undisturbed = fit()
+    assert math.isnan(undisturbed["step=12"]) and not math.isnan(undisturbed["step=6"])
+    assert math.isnan(fit(str(tmp_path / "by hand"))["step=12"])
 
 
 def test_the_state_is_read_back_as_it_was_and_nothing_else_is_taken(tmp_path: Path) -> None:

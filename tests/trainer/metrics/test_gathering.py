@@ -104,6 +104,20 @@ def test_values_of_a_class_come_back_as_they_were() -> None:
         assert torch.equal(result.values, largest) and torch.equal(result.indices, at)
 
 
-def test_what_would_lose_its_mask_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"predictions\.0 is numpy\.ma\.MaskedArray"):
-        quiet(devices=2, accelerator="cpu").predict(PredictsHidden(), loader(4, 1))
+class PredictsAttributes(Net):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = Rows([1])
+        rows.size = 3  # type: ignore[attr-defined]
+        return rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (PredictsHidden, r"predictions\.0 is numpy\.ma\.MaskedArray"),
+        (PredictsAttributes, r"a Rows has attributes \(size\)"),
+    ],
+)
+def test_what_would_lose_a_part_is_refused(kind: type[Net], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        quiet(devices=2, accelerator="cpu").predict(kind(), loader(4, 1))

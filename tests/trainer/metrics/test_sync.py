@@ -221,7 +221,10 @@ def test_lists_hold_what_they_hold_on_one_process(strategy: str, devices: int, b
         trainer = quiet(devices=devices, accelerator="cpu", precision="64-true", **options)
         return trainer.validate(Collects(), loader(n, batch_size), verbose=False)[0]
 
-    assert validate(devices, strategy=strategy) == pytest.approx(validate(1), rel=1e-6)
+    found = validate(devices, strategy=strategy)
+    assert found == pytest.approx(validate(1), rel=1e-6)
+    if (strategy, devices) == ("ddp", 2):
+        assert validate(1, virtual_ranks=2) == validate(2, strategy="ddp", virtual_ranks=2) == pytest.approx(found)
 
 
 @pytest.mark.ranks
