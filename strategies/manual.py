@@ -160,7 +160,7 @@ class ManualOptimization(UserChanges[W]):
     def _watching_backward(self) -> Iterator[None]:
         """Manual optimization: while it lasts, remember what a backward adds to gradients besides `_one_backward`."""
         has_whole = self._changes is not None and any(True for _ in self._changes.in_step())
-        if self.topology.data_size == 1 and not has_whole:
+        if self.topology.data_size == 1 and not has_whole and self.precision.scaler is None:
             yield
             return
         backward = torch.autograd.backward
@@ -204,7 +204,11 @@ class ManualOptimization(UserChanges[W]):
         """Manual optimization: a backward within leaves in `.grad` what it leaves on one process, on top of what was
         there. Every rank calls it."""
         if self.sees_whole_gradients:
-            yield
+            self._sums = True
+            try:
+                yield
+            finally:
+                self._sums = False
             return
         if self._changes is not None and self._parameter_hooks.added(self._changes.hookable()):
             self._parameter_hooks.take(self._changes.hookable())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -71,12 +72,6 @@ class LossScaler(torch.amp.GradScaler):
         """Take the gradients of these; `on_host` if some parameters are there, of a model on a GPU, and `cut` if ranks
         hold different parts of them, and agree."""
         self.end_step()
-        stepped = [p for each in optimizers for p in _stepped(each)]
-        if len({*map(id, stepped)}) < len(stepped):
-            raise ValueError(
-                "precision='16-mixed' takes the scale out of the gradients of each optimizer, but several optimizers "
-                "step the same parameter; give it to one, or use precision='bf16-mixed'"
-            )
         self._optimizers, self._parameters = optimizers, parameters
         self._steps_on_host, self._cut = on_host, cut
         for optimizer in optimizers:
@@ -87,21 +82,36 @@ class LossScaler(torch.amp.GradScaler):
         self.end_step()
         return super().scale(outputs)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._per_optimizer_states.clear()
+        self._unscaled.clear()
+        self._done.clear()
+
     @torch.no_grad()
     def end_step(self) -> None:
-        """Choose the scale of the next backward, and give it to gradients that are kept."""
+        """Choose the scale of the next backward, if some optimizer has stepped, and give it to gradients that are kept.
+        What was infinite before it was clipped is infinite again, so that no later step takes it."""
         if not self._unscaled:
             return
         now: Any = self._scale
-        before = now.clone()
-        self.update()
+        before, without = now.clone(), dict[int, Tensor | None]()
+        for each in self._optimizers:
+            if id(each) in self._unscaled:
+                found = None if id(each) in self._done else self._found_in(each)
+                without |= dict.fromkeys(map(id, _stepped(each)), found)
+        if self._done:
+            self.update()
         kept = [(id(p), p.grad) for p in self._all_parameters() if p.grad is not None]
         if kept:
-            change, without = now / before, self._without_scale()
+            change = now / before
             for key, gradient in kept:
-                _multiply(gradient, now if key in without else change)
-        self._unscaled.clear()
-        self._done.clear()
+                found = without.get(key)
+                _multiply(gradient, change if key not in without else now if found is None else now / (1 - found))
+        self._forget()
 
     @contextmanager
     def at_next_step(self) -> Iterator[None]:
@@ -110,15 +120,12 @@ class LossScaler(torch.amp.GradScaler):
             yield
             return
         given = [(p, p.grad) for p in self._all_parameters() if p.grad is not None]
-        own = {
-            name: vars(self)[name]
-            for name in ("_scale", "_growth_tracker", "_per_optimizer_states", "_unscaled", "_done")
-        }
-        for parameter, gradient in given:
-            parameter.grad = gradient.clone()
-        self._scale, self._growth_tracker = own["_scale"].clone(), own["_growth_tracker"].clone()
-        self._unscaled, self._done = {*own["_unscaled"]}, {*own["_done"]}
+        names = "_scale", "_growth_tracker", "_per_optimizer_states", "_unscaled", "_done"
+        own = {name: vars(self)[name] for name in names}
         try:
+            for parameter, gradient in given:
+                parameter.grad = gradient.clone()
+            vars(self).update({name: copy.deepcopy(value) for name, value in own.items()})
             self.end_step()
             yield
         finally:
@@ -129,21 +136,37 @@ class LossScaler(torch.amp.GradScaler):
     def _all_parameters(self) -> Iterable[nn.Parameter]:
         return dict.fromkeys([*self._parameters, *chain(*map(_stepped, self._optimizers))])
 
-    def _without_scale(self) -> set[int]:
-        return {id(p) for each in self._optimizers if id(each) in self._unscaled for p in _stepped(each)}
+    def _found_in(self, optimizer: Optimizer) -> Tensor:
+        """1 where a gradient of `optimizer` was not finite as it lost its scale, else 0."""
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        device = next(iter(found)).device
+        return torch.stack([each.to(device).reshape(()) for each in found]).amax()
 
     def unscale_once(self, optimizer: Optimizer) -> bool:
         """Divide the gradients of `optimizer` by the scale, once in a step. False if it has none on any rank. Every
-        rank calls it."""
+        rank calls it. Raises RuntimeError if another optimizer has taken it out of one of them."""
         if id(optimizer) in self._done:  # it steps by the same gradient again
             self.end_step()
         if id(optimizer) in self._unscaled:
             return True
         if not self._cut and all(p.grad is None for p in _stepped(optimizer)):
             return False
+        if self._unscaled:
+            self._refuse_shared(optimizer)
         self.unscale_(optimizer)
         self._unscaled.add(id(optimizer))
         return True
+
+    def _refuse_shared(self, optimizer: Optimizer) -> None:
+        others = (each for each in self._optimizers if id(each) in self._unscaled)
+        taken = {id(p): each for each in others for p in _stepped(each) if p.grad is not None}
+        for parameter in _stepped(optimizer):
+            if (other := taken.get(id(parameter))) is not None:
+                raise RuntimeError(
+                    "precision='16-mixed' takes the scale out of each gradient once, but a parameter of shape "
+                    f"{tuple(parameter.shape)} is stepped by two optimizers ({type(other).__name__} and "
+                    f"{type(optimizer).__name__}); give it to one, or use precision='bf16-mixed'"
+                )
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Step unless a gradient is not finite; whether `optimizer` was called. One that gets `found_inf` may skip the

@@ -341,7 +341,8 @@ class SPMDStrategy(SPMDStep[W]):
 
     def state_dict(self, wrapped: W, optimizers: dict[str, Optimizer]) -> State:
         scaler = self.precision.scaler
-        with self._training_weights() as for_now, nullcontext() if scaler is None else scaler.at_next_step():
+        at_next_step = nullcontext() if scaler is None or not optimizers else scaler.at_next_step()
+        with self._training_weights() as for_now, at_next_step:
             state = self._gather_state(wrapped, optimizers, self.local_shard, self._writes_owned)
             self._save_both(wrapped, optimizers, state, for_now)
             if scaler is not None:

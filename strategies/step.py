@@ -127,6 +127,8 @@ class SPMDStep(ManualOptimization[W]):
     def _run_manual(self, wrapped: W, step_fn: StepFn, window: Window, hooks: StepHooks) -> StepResult:
         """Only call the step, on padding too: it runs backward and steps by itself. Returns what the ranks conclude."""
         self._refuse("manual_optimization")
+        if self.precision.scaler is not None:
+            self.precision.scaler.end_step()
         if self.sees_whole_gradients and self._changes is not None:
             self._parameter_hooks.put_back(self._changes.parameters.items())  # each backward is a plain one
         step_fn = once_a_sample(step_fn, self.topology)

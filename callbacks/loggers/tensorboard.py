@@ -89,10 +89,10 @@ class TensorBoardLogger(RunLogger):
             if self._writer is not None:
                 path = self._event_file(self._writer).path
                 return {"file": os.path.basename(path), "bytes": os.path.getsize(path)}
-        return {}
+        return {"file": "", "bytes": 0}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = (state_dict["file"], state_dict["bytes"]) if state_dict else None
+        self._saved = state_dict["file"], state_dict["bytes"]
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)

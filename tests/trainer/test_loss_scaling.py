@@ -132,6 +132,22 @@ class NeverZeroed(ByHand):
         self.optimizers()[0].step()
 
 
+class ClipsValuesByHand(ByHand):
+    """Steps by the clipped gradient of the batch before, which hides what was infinite."""
+
+    overflow = (2,)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        often, _ = self.optimizers()
+        if batch_idx % 2 == 0:
+            self.manual_backward(self.loss(self.often, batch, batch_idx))
+            self.clip_gradients(often, 0.1, "value")
+            return
+        if self.scales or not self.overflows(batch_idx - 1):
+            often.step()
+        often.zero_grad()
+
+
 class TwiceByHand(NeverZeroed):
     """Steps twice by a gradient, and by that of the batch before."""
 
@@ -166,6 +182,11 @@ class LooksAtKept(ByHand):
 
 
 class Shared(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(self.often, batch))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.often.parameters(), 0.1) for _ in range(2)]
 
@@ -183,6 +204,7 @@ class Shared(ByHand):
         (SkipsByHand, {}),
         (StaleByHand, {}),
         (NeverZeroed, {}),
+        (ClipsValuesByHand, {}),
         (TwiceByHand, {}),
         (FactoredByHand, {}),
         (ClipsInHookByHand, {}),
@@ -244,7 +266,7 @@ def test_a_save_changes_no_gradient_that_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_parameter_of_two_optimizers_is_refused() -> None:
-    with pytest.raises(ValueError, match="several optimizers step the same parameter"):
+    with pytest.raises(RuntimeError, match=r"shape \(3, 8\) is stepped by two optimizers"):
         quiet(accelerator="cpu", precision="16-mixed").fit(Shared(True), loader(48, 8))
 
 
@@ -255,3 +277,33 @@ def test_gradients_of_the_user_keep_their_values(tmp_path: Path) -> None:
         parameter.grad = torch.ones_like(parameter)
     quiet(accelerator="cpu").validate(module, loader(48, 8), ckpt_path=str(tmp_path / "3"))
     assert all(p.grad is not None and p.grad.eq(1).all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("kind", [ClipsByHand, ClipsValuesByHand, LooksAtKept])
+def test_a_run_that_is_resumed_between_clip_and_step_is_the_same(kind: type[Scaled], tmp_path: Path) -> None:
+    whole = kind(True)
+    quiet(accelerator="cpu", precision="16-mixed", callbacks=[SavesEach(tmp_path)]).fit(whole, loader(48, 8))
+    for number in range(1, 6):
+        module = kind(True)
+        trainer = quiet(accelerator="cpu", precision="16-mixed")
+        trainer.fit(module, loader(48, 8), ckpt_path=str(tmp_path / str(number)))
+        assert equal(weights(module), weights(whole)), number
+
+
+class SavesEach(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.save_checkpoint(self.path / str(batch_idx + 1))
+
+
+class PlainBackward(NeverZeroed):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(self.often, batch).backward()
+        self.optimizers()[0].step()
+
+
+def test_a_backward_without_the_scale_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="call self.manual_backward"):
+        quiet(accelerator="cpu", precision="16-mixed").fit(PlainBackward(True), loader(48, 8))
