@@ -1,5 +1,5 @@
-"""What stands for values that are elsewhere: for parameters and buffers that are on another rank, which say what they
-are like and refuse what would need their values, and for attributes, which refuse any use."""
+"""Stand-ins for values that this rank does not hold: `Absent` has the shape and dtype of a parameter or buffer of
+another rank and refuses what needs its values; `Refusing` stands for an attribute and refuses any use."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _shared_state(
         "module": pack(extra, "module/extra", tensors),
         **hyperparameters(run, module, tensors),
         "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
-        "measured_at": run.measured_at,
+        "measured_at": {**run.measured_at},
         "logged_metrics": {name: float(value) for name, value in run.logged_metrics.items()},
         "progress_bar_metrics": {name: float(value) for name, value in run.progress_bar_metrics.items()},
         "windows": run.train_dataloader.plan,

@@ -52,7 +52,7 @@ class ManualOptimizer(HeldOptimizer):
         from lockstep.strategies.sync.collective_fingerprint import counting_once
 
         device, scaler = run.strategy.topology.device.type, run.strategy.precision.scaler
-        # as around an automatic step; a closure's forward needs it
+        # off as around an automatic step, but for a closure, whose forward needs it
         without_casts = torch.autocast(device, enabled=False) if closure is None else nullcontext()
         with counting_once() as refused, without_casts:
             if scaler is not None:
