@@ -192,6 +192,16 @@ class ManualOptimization(UserChanges[W]):
         if any(p.grad is not None and p.grad.any() for p in self._by_hand):
             raise self._own_backward()
         self._by_hand = []
+        self._check_written()
+
+    def _check_written(self) -> None:
+        """Raise RuntimeError if a parameter that is whole for the step alone has a gradient, which would be lost."""
+        for name, parameter in () if self._changes is None else self._changes.in_step():
+            if parameter.grad is not None and collectives.local(parameter.grad).any():
+                raise RuntimeError(
+                    f"the step has written the gradient of {name}, which {self.name} makes whole only while it "
+                    "computes; call self.manual_backward(loss), which leaves gradients where they are stepped with"
+                )
 
     def _own_backward(self) -> RuntimeError:
         return RuntimeError(

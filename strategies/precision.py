@@ -60,6 +60,8 @@ class LossScaler(torch.amp.GradScaler):
         """Those of them that have stepped."""
         self._skipped: Callable[[], str | None] | None = None
         self._steps_on_host = self._cut = False
+        self._unseen: set[int] = set()
+        """By `id` the parameters that had no gradient, and have got none from a backward of a scaled loss since."""
 
     def watch(
         self,
@@ -136,6 +138,15 @@ class LossScaler(torch.amp.GradScaler):
     def _all_parameters(self) -> Iterable[nn.Parameter]:
         return dict.fromkeys([*self._parameters, *chain(*map(_stepped, self._optimizers))])
 
+    def note_dropped(self) -> None:
+        """A step of the user's begins, or has dropped gradients."""
+        self._unseen |= {id(p) for p in self._parameters if p.grad is None}
+
+    def note_backward(self) -> None:
+        """A backward of a scaled loss has ended."""
+        if self._unseen:
+            self._unseen -= {id(p) for p in self._parameters if p.grad is not None}
+
     def _found_in(self, optimizer: Optimizer) -> Tensor:
         """1 where a gradient of `optimizer` was not finite as it lost its scale, else 0."""
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
@@ -153,6 +164,8 @@ class LossScaler(torch.amp.GradScaler):
             return False
         if self._unscaled:
             self._refuse_shared(optimizer)
+        if self._unseen:
+            self._refuse_written(optimizer)
         self.unscale_(optimizer)
         self._unscaled.add(id(optimizer))
         return True
@@ -166,6 +179,15 @@ class LossScaler(torch.amp.GradScaler):
                     "precision='16-mixed' takes the scale out of each gradient once, but a parameter of shape "
                     f"{tuple(parameter.shape)} is stepped by two optimizers ({type(other).__name__} and "
                     f"{type(optimizer).__name__}); give it to one, or use precision='bf16-mixed'"
+                )
+
+    def _refuse_written(self, optimizer: Optimizer) -> None:
+        for parameter in _stepped(optimizer):
+            if id(parameter) in self._unseen and parameter.grad is not None and _mine(parameter.grad).any():
+                raise RuntimeError(
+                    "precision='16-mixed' divides gradients by the scale of the loss, but the step has written that of "
+                    f"a parameter of shape {tuple(parameter.shape)} by itself, without the scale; call "
+                    "self.manual_backward(loss), or use precision='bf16-mixed'"
                 )
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
@@ -193,8 +215,11 @@ def _stepped(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _multiply(gradient: Tensor, by: Tensor) -> None:
-    mine = getattr(gradient, "_local_tensor", gradient)
-    mine.mul_(by.to(mine.device))
+    _mine(gradient).mul_(by.to(gradient.device))
+
+
+def _mine(gradient: Tensor) -> Tensor:
+    return getattr(gradient, "_local_tensor", gradient)
 
 
 class Precision:

@@ -66,6 +66,8 @@ class ShardedOptimizers(SPMDStrategy["MeshModel"]):
     ) -> bool:
         from lockstep.strategies.mesh import dtensors
 
+        if self._looks:
+            self._check_written()
         wrapped.close()
         if wrapped.depth and closure is not None:
             closure = _within_the_step(wrapped, closure)

@@ -307,3 +307,32 @@ class PlainBackward(NeverZeroed):
 def test_a_backward_without_the_scale_is_refused() -> None:
     with pytest.raises(RuntimeError, match="call self.manual_backward"):
         quiet(accelerator="cpu", precision="16-mixed").fit(PlainBackward(True), loader(48, 8))
+
+
+class WritesGradients(NeverZeroed):
+    """Takes gradients apart and writes them itself, from the batch of number `first` on."""
+
+    first = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        often = self.optimizers()[0]
+        often.zero_grad()
+        loss, own = self.loss(self.often, batch), [*self.often.parameters()]
+        if batch_idx < self.first:
+            self.manual_backward(loss)
+        else:
+            for parameter, gradient in zip(own, torch.autograd.grad(loss, own), strict=True):
+                parameter.grad = gradient
+        often.step()
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize("first", [0, 2])
+def test_gradients_that_are_written_without_the_scale_are_refused(
+    first: int, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
+    module = WritesGradients(True)
+    module.first = first
+    with pytest.raises(RuntimeError, match=r"has written that of a parameter of shape .* without the scale"):
+        quiet(strategy=strategy, accelerator="cpu", precision="16-mixed").fit(module, loader(48, 8))

@@ -69,6 +69,8 @@ class ManualOptimizer(HeldOptimizer):
         for hook in self._run.hooks.on_before_zero_grad:
             hook(self.optimizer)
         self.optimizer.zero_grad(set_to_none)
+        if (scaler := self._run.strategy.precision.scaler) is not None:
+            scaler.note_dropped()
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
@@ -154,6 +156,8 @@ def manual_backward(run: RunState, loss: Tensor, retain_graph: bool = False) -> 
             hook(loss)
         with torch.autocast(run.strategy.topology.device.type, enabled=False):  # as after an automatic step
             run.strategy.backward(run.wrapped, loss, run.batch_share, retain_graph)
+        if (scaler := run.strategy.precision.scaler) is not None:
+            scaler.note_backward()
         run.called_backward = True
         for hook in run.hooks.on_after_backward:
             hook()

@@ -190,6 +190,10 @@ class Edits(Net):
             early[1].grad = None
         elif self.how == "gradients of parameters taken again":
             list(self.parameters())[1].grad = None
+        elif self.how == "gradients of whole parameters":
+            loss, own = Net.training_step(self, batch, batch_idx), list(self.parameters())
+            for p, gradient in zip(own, torch.autograd.grad(loss, own), strict=True):
+                p.grad = gradient
         optimizer.step()
         if self.how == "data":
             for p in early:
@@ -214,6 +218,7 @@ def test_what_a_step_changes_by_itself_holds(how: str, strategy: str) -> None:
     [
         ("gradients of parameters taken before", "took from the module while it was whole, but it has been freed"),
         ("another optimizer", "took from the module while it was whole, but it has been freed"),
+        ("gradients of whole parameters", r"written the gradient of net\.0\.weight, which \w+ makes whole only while"),
         ("by way of param_groups", "parameters that an optimizer holds were changed within training_step"),
     ],
 )
