@@ -62,7 +62,7 @@ from lockstep.trainer.run import lifecycle
 from lockstep.trainer.run.hooks import Hooks
 from lockstep.trainer.setup import checks, prepare
 from lockstep.trainer.setup.loaders import Sources
-from lockstep.trainer.setup.share_ends import turns
+from lockstep.trainer.shares.ends import turns
 from lockstep.trainer.trainer import Trainer
 
 if TYPE_CHECKING:

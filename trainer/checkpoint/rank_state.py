@@ -46,6 +46,7 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
             for name, trained in resume.trainability(module).items()
             if trained != run.trainable_at_start.get(name, trained)
         },
+        **({} if run.start_hooks is None else {"start_hooks": run.start_hooks.state_dict()}),
         "rng": pack(streams, f"{folder}/rng", tensors),
         "sums": sums,
         "samples": metrics.samples,
@@ -74,6 +75,8 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
     run.asked_to_stop = any(rank_state.get("stop") is True for rank_state in saved)
     mine = saved[strategy.topology.rank] if strategy.topology.rank < len(saved) else {}
     _restore_attributes(run, saved, mine, read)
+    if run.start_hooks is not None:
+        run.start_hooks.resume(run, [rank_state.get("start_hooks", {}) for rank_state in saved])
     put_tensors(module, unpack((mine or saved[0]).get("kept", {}), read))
     if run.shares is not None:
         counted = [rank_state for rank_state in saved if rank_state["reports"]]

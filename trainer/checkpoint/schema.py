@@ -81,6 +81,8 @@ def _rank_faults(checkpoint: Checkpoint) -> str | None:
             return f"rank-{rank:05d}.json has no valid kept"
         if not _are_changes(state.get("attributes", {})):
             return f"rank-{rank:05d}.json has no valid attributes"
+        if not _are_start_hooks(state.get("start_hooks", {})):
+            return f"rank-{rank:05d}.json has no valid start_hooks"
         if not _is_dict(state.get("shares", {}), lambda metric: _is_dict(metric, _is_torchmetric)):
             return f"rank-{rank:05d}.json has no valid shares"
         if (misordered := _misordered(checkpoint, dict(references(state)))) is not None:
@@ -247,6 +249,17 @@ def _are_changes(value: Any) -> bool:
         and _is_dict(value.get("values"), _is_object)
         and _is_list(value.get("lost"), _is_str)
         and _is_list(value.get("on_device"), _is_str)
+        and _is_dict(value.get("begun", {}), _is_object)
+    )
+
+
+def _are_start_hooks(value: Any) -> bool:
+    return value == {} or (
+        isinstance(value, dict)
+        and _is_list(value.get("written"), _is_str)
+        and _is_list(
+            value.get("set"), lambda item: isinstance(item, list) and len(item) == 2 and _is_list(item[0], _is_str)
+        )
     )
 
 

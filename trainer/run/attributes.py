@@ -3,6 +3,7 @@ changed in a run, kept for one that continues it."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -75,6 +76,10 @@ class Changes:
         """The attributes that every run has as its first step begins."""
         self._by_hook: set[tuple[nn.Module, str]] = set()
         """What `on_load_checkpoint` has taken up."""
+        self._begun: dict[str, dict[str, Any]] = {}
+        """By layer and name the values that hooks of the start have left as the run was new."""
+        self._resumed: dict[tuple[str, str], Any] | None = None
+        """Of those what the run that is resumed has made of them; None in a new run."""
 
     def note_loaded(self) -> None:
         """Called once `on_load_checkpoint` has been."""
@@ -87,11 +92,23 @@ class Changes:
             self._at_start.get(layer, {}).pop(name, None)
 
     def note_begun(self) -> None:
-        """Called once `on_train_start` has been, which every run calls."""
+        """Called once `on_train_start` has been, which every run calls. What it has left as when the run was new is
+        again what the run that is resumed had made of it."""
+        layers = dict(_of_users(self._module))
         self._had = {
-            layer: {name for name, value in vars(layer).items() if value is not None}
-            for _, layer in _of_users(self._module)
+            layer: {name for name, value in vars(layer).items() if value is not None} for layer in layers.values()
         }
+        if self._resumed is None:
+            for path, _, name, value, mark in self._changed():
+                if _is_savable(mark):
+                    self._begun.setdefault(path, {})[name] = _copied(value)
+            return
+        for (path, name), value in self._resumed.items():
+            now = _copied(vars(layers[path]).get(name))
+            if _is_equal(now, self._begun[path][name]):
+                _take(layers[path], name, value)
+            self._begun[path][name] = now
+        self._resumed = {}
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved by layer and name; the names of what is not; and which tensors are on the model's device.
@@ -110,7 +127,18 @@ class Changes:
                 on_device.append(_shown(path, name))
             values.setdefault(path, {})[name] = _detached(value)
         lost += [_shown(path, name) for path in apart for name in values.pop(path, ())]
-        return {"values": values, "lost": lost, "on_device": on_device} if values or lost else {}
+        state = {"values": values, "lost": lost, "on_device": on_device} if values or lost else {}
+        begun = {path: found for path in self._begun if path not in apart and (found := self._since_begun(path))}
+        return {"values": values, "lost": lost, "on_device": on_device, "begun": begun} if begun else state
+
+    def _since_begun(self, path: str) -> dict[str, Any]:
+        """What hooks of the start have left in a layer and is no longer so."""
+        now = vars(dict(_of_users(self._module)).get(path, nn.Module()))
+        return {
+            name: value
+            for name, value in self._begun[path].items()
+            if name in now and not _is_equal(_copied(now[name]), value)
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], device: Any) -> None:
         """Take up the values of a run that is continued, but for what a hook has taken up already."""
@@ -120,15 +148,15 @@ class Changes:
                 layer = layers.get(path)
                 if layer is None or (layer, name) in self._by_hook or not _is_free(layer, name):
                     continue
-                value = _moved(value, device) if _shown(path, name) in state["on_device"] else value
-                now = vars(layer).get(name)
-                if type(now) is Tensor and isinstance(value, Tensor) and _is_like(now, value):
-                    now.detach().copy_(value)  # who else holds it sees that too
-                elif isinstance(value, np.ndarray) and not value.shape:
-                    vars(layer)[name] = value[()]
-                else:
-                    take_data(layer, {name: value})
+                _take(layer, name, _moved(value, device) if _shown(path, name) in state["on_device"] else value)
                 self._at_start.get(layer, {}).pop(name, None)  # it is saved again, whatever the module began with
+        self._begun = state.get("begun", {})
+        self._resumed = {
+            (path, name): copy.deepcopy(_detached(vars(layers[path])[name]))
+            for path, values in self._begun.items()
+            for name in values
+            if path in layers and name in vars(layers[path])
+        }
 
     def lost(self, state: Mapping[str, Any]) -> list[str]:
         """The names of what `state` does not hold and no hook has taken up."""
@@ -154,19 +182,22 @@ class Changes:
 
 def alike(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Of the states of several ranks what those that have it agree on; what they do not is lost."""
-    values: dict[str, dict[str, Any]] = {}
     lost = {name for state in states for name in state.get("lost", [])}
-    for state in states:
-        for path, found in state.get("values", {}).items():
-            for name, value in found.items():
-                first = values.setdefault(path, {}).setdefault(name, value)
-                if not _is_equal(first, value):
-                    lost.add(_shown(path, name))
-    kept = {
-        path: {name: v for name, v in found.items() if _shown(path, name) not in lost} for path, found in values.items()
-    }
+    values = _agreed([state.get("values", {}) for state in states], lost)
+    begun = _agreed([state.get("begun", {}) for state in states], set())
     on_device = [name for state in states for name in state.get("on_device", [])]
-    return {"values": kept, "lost": sorted(lost), "on_device": on_device}
+    return {"values": values, "lost": sorted(lost), "on_device": on_device, "begun": begun}
+
+
+def _agreed(found: list[dict[str, dict[str, Any]]], lost: set[str]) -> dict[str, dict[str, Any]]:
+    """What is not `lost`, to which those are added that differ."""
+    values: dict[str, dict[str, Any]] = {}
+    for path, name, value in ((path, *item) for each in found for path, own in each.items() for item in own.items()):
+        if not _is_equal(values.setdefault(path, {}).setdefault(name, value), value):
+            lost.add(_shown(path, name))
+    return {
+        path: {name: v for name, v in own.items() if _shown(path, name) not in lost} for path, own in values.items()
+    }
 
 
 def _is_equal(one: Any, other: Any) -> bool:
@@ -283,6 +314,20 @@ def _detached(value: Any) -> Any:
     if isinstance(value, np.generic):
         return np.asarray(value)
     return tree_map_only(Tensor, Tensor.detach, value)
+
+
+def _copied(value: Any) -> Any:
+    return copy.deepcopy(tree_map_only(Tensor, Tensor.cpu, _detached(value)))
+
+
+def _take(layer: nn.Module, name: str, value: Any) -> None:
+    now = vars(layer).get(name)
+    if type(now) is Tensor and isinstance(value, Tensor) and _is_like(now, value):
+        now.detach().copy_(value)  # who else holds it sees that too
+    elif isinstance(value, np.ndarray) and not value.shape:
+        vars(layer)[name] = value[()]
+    else:
+        take_data(layer, {name: value})
 
 
 def _moved(value: Any, device: Any) -> Any:

@@ -28,7 +28,7 @@ from lockstep.trainer.setup.loaders import follow_training, samples_of_all
 from lockstep.trainer.setup.optimizers import step_schedulers
 from lockstep.trainer.setup.own_steps import in_its_place, with_local_steps
 from lockstep.trainer.setup.prepare import FitLoop
-from lockstep.trainer.setup.share_ends import clear_learners, end_shares, turns
+from lockstep.trainer.shares.ends import clear_learners, end_shares, turns
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
@@ -129,6 +129,8 @@ def _begin(run: RunState, module: Module, loop: FitLoop) -> bool:
         evaluate.sanity_check(run, module, loop.val_loaders)
     trains = 0 not in (run.max_epochs, run.max_steps)
     assigned.call(run, module, loop, run.hooks.on_train_start if trains else (), last=True)
+    if run.start_hooks is not None:
+        run.start_hooks.end(run, module)
     if run.attributes is not None:
         run.attributes.note_begun()
     if not trains:

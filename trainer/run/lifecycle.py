@@ -288,7 +288,7 @@ def metrics_of_all(run: RunState, module: Module) -> Iterator[None]:
         with synced_metrics(module, run.strategy):
             yield
         return
-    from lockstep.trainer.shares import Shares, shared_metrics
+    from lockstep.trainer.shares.shares import Shares, shared_metrics
 
     run.shares = Shares(run, module)
     try:

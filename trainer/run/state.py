@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from lockstep.trainer.run.attributes import Changes
     from lockstep.trainer.run.folder import RunFolder
     from lockstep.trainer.setup.compilation import Compiled
-    from lockstep.trainer.shares import Shares
+    from lockstep.trainer.setup.start_hooks import StartHooks
+    from lockstep.trainer.shares.shares import Shares
     from lockstep.trainer.trainer import Trainer
 
 RESULTS: tuple[str, ...] = ("callback_metrics", "logged_metrics", "progress_bar_metrics", "log_dir", "should_stop")
@@ -157,6 +158,8 @@ class RunState:
     """Whether the last fit had any: they end with it."""
     attributes: Changes | None = None
     """What user code has changed of the module's attributes."""
+    start_hooks: StartHooks | None = None
+    """What the user's hooks of the start set, if there are any."""
     configured: dict[str, Any] = field(default_factory=dict)
     """Classes and initial values that `configure_optimizers` returned, or hooks of the start have set."""
     trainable_at_start: dict[str, bool] = field(default_factory=dict)

@@ -7,6 +7,7 @@ continue with what was saved. Assigned later in a run they could not, so there t
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -58,8 +59,9 @@ def call(run: RunState, module: Module, loop: FitLoop, hooks: Calls, last: bool 
     """
     optimizers, schedulers = run.replaceable = run.optimizers, run.schedulers
     try:
-        for hook in hooks:
-            hook()
+        with nullcontext() if run.start_hooks is None else run.start_hooks.called(run, module):
+            for hook in hooks:
+                hook()
         replaced = run.has_replaced
     finally:
         run.replaceable = None

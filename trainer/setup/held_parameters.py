@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.strategies.launch.program.functions import codes_of, variables_of
 from lockstep.trainer.metrics.groups import fix_groups
-from lockstep.trainer.setup.user_state import OF_TENSOR, is_theirs, is_users_class
+from lockstep.trainer.shares.user_state import OF_TENSOR, is_theirs, is_users_class
 
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState

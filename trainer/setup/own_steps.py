@@ -20,8 +20,8 @@ from lockstep.trainer.metrics.model_parts import Parts
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run.hooks import overrides
-from lockstep.trainer.setup.share_ends import kept_on_client
-from lockstep.trainer.setup.user_state import UserState
+from lockstep.trainer.shares.ends import kept_on_client
+from lockstep.trainer.shares.user_state import UserState
 
 if TYPE_CHECKING:
     from lockstep.trainer.progress import Progress

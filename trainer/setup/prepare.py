@@ -28,7 +28,7 @@ from lockstep.trainer.run.guards import Guards, UsersBackward, check_ownership
 from lockstep.trainer.run.hooks import all_of, in_phase, overrides, training_step_of, transfer_of
 from lockstep.trainer.run.manual import AutomaticOptimizer, ManualOptimizer
 from lockstep.trainer.seeding import derive, seed_everything
-from lockstep.trainer.setup import checks, frozen, held_parameters, optimizers, resume
+from lockstep.trainer.setup import checks, frozen, held_parameters, optimizers, resume, start_hooks
 from lockstep.trainer.setup.loaders import Sources, combined, evaluation_loaders, length_of, limit_of
 from lockstep.trainer.setup.optimizers import SchedulerConfig
 from lockstep.trainer.setup.own_steps import own_step
@@ -116,6 +116,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         seed_everything(derive(run.seed, "noise", strategy.topology.data_rank))
     frozen.note(run, module)
     run.attributes.begin()
+    run.start_hooks = start_hooks.StartHooks() if start_hooks.is_needed(run) else None
     if checkpoint is not None:
         snapshot.restore(run, module, checkpoint)
     _train_mode(module)

@@ -19,7 +19,7 @@ from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.side_effect_free import differ
 from lockstep.trainer.run.hooks import is_users
 from lockstep.trainer.seeding import rng_state, set_rng_state
-from lockstep.trainer.setup.user_state import Marks, UserState
+from lockstep.trainer.shares.user_state import Marks, UserState
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module

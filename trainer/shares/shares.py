@@ -22,7 +22,7 @@ from lockstep.trainer.metrics.gathering import gather_values
 from lockstep.trainer.metrics.model_parts import Parts
 from lockstep.trainer.metrics.sync import in_turn, refuse_windows, uncached
 from lockstep.trainer.seeding import derive
-from lockstep.trainer.setup.user_state import UserState
+from lockstep.trainer.shares.user_state import UserState
 
 if TYPE_CHECKING:
     from lockstep.trainer.checkpoint.store import Checkpoint

@@ -1,0 +1,210 @@
+"""What `on_fit_start` and `on_train_start` do in a run that is resumed changes nothing of it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep import Module
+from lockstep.callbacks import ModelCheckpoint
+from tests.trainer.toy import loader, quiet
+
+
+class Begins(Module):
+    """Sets something as a run starts, and something else in each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+        self.register_buffer("average", torch.zeros(()))
+        self.factor: Any = 1.0
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output * (self.factor + self.average), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.net(batch[0]), batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+class Draws(Begins):
+    """Random numbers of which nothing depends, and some on which the loss does, as inputs to generate from do."""
+
+    def on_train_start(self) -> None:
+        torch.randn(3)
+        self.factor = torch.rand((), device=self.device)
+
+
+class Counts(Begins):
+    def on_train_start(self) -> None:
+        self.factor = 0.5
+
+    def on_train_epoch_start(self) -> None:
+        self.factor += 0.25
+
+
+class Collects(Begins):
+    def on_fit_start(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch_idx)
+        self.factor = 1 / len(self.seen)
+
+
+class Unfreezes(Begins):
+    def on_fit_start(self) -> None:
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net[0].requires_grad_(True)
+
+
+class Decays(Begins):
+    def on_train_start(self) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 0.3
+
+    def on_train_epoch_start(self) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.7
+
+
+class Initializes(Begins):
+    def on_fit_start(self) -> None:
+        with torch.no_grad():
+            self.net[0].weight.fill_(0.1)
+        self.average.zero_()
+
+    def on_train_epoch_end(self) -> None:
+        self.average += 0.1
+
+
+class Teaches(Begins):
+    """A teacher that starts as the student, and follows it from epoch to epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def on_fit_start(self) -> None:
+        self.teacher.load_state_dict(self.net.state_dict())
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            for own, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                own.lerp_(other, 0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output = self.net(batch[0])
+        return self.loss(output, batch) + F.mse_loss(output, self.teacher(batch[0]))
+
+
+HABITS = [Draws, Counts, Collects, Unfreezes, Decays, Initializes, Teaches]
+
+
+def saving(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+
+
+def fit(kind: type[Begins], folder: Path, strategy: str, resumes: str | None = None, max_steps: int = -1) -> Begins:
+    module, devices = kind(), 1 if strategy == "single" else 2
+    options: dict[str, Any] = {"strategy": strategy, "devices": devices, "accelerator": "cpu", "max_steps": max_steps}
+    options |= {"callbacks": [saving(folder)], "enable_checkpointing": True, "max_epochs": 3}
+    torch.manual_seed(1 if resumes is None else 2)
+    quiet(**options).fit(module, loader(48, 8 // devices), ckpt_path=resumes)
+    return module
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "single",
+        pytest.param("ddp", marks=[pytest.mark.ranks, pytest.mark.slow]),
+        pytest.param("fsdp", marks=pytest.mark.ranks),
+        pytest.param("tensor", marks=[pytest.mark.ranks, pytest.mark.slow]),
+        pytest.param("deepspeed_stage_2", marks=[pytest.mark.ranks, pytest.mark.slow]),
+    ],
+)
+@pytest.mark.parametrize("kind", HABITS)
+def test_a_resumed_run_that_calls_them_again_is_the_same(kind: type[Begins], strategy: str, tmp_path: Path) -> None:
+    if strategy.startswith("deepspeed") and kind is Unfreezes:
+        pytest.skip("DeepSpeed refuses layers that are unfrozen during a run")
+    whole = fit(kind, tmp_path / "whole", strategy)
+    fit(kind, tmp_path / "first", strategy, str(tmp_path / "whole" / "step=8"), max_steps=14)
+    second = fit(kind, tmp_path / "second", strategy, str(tmp_path / "first" / "step=13"))
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name]), name
+
+
+class DecaysLess(Decays):
+    def on_train_start(self) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 0.05
+
+
+class CountsOtherwise(Counts):
+    def on_train_start(self) -> None:
+        self.factor = 0.125
+
+
+class Trains(Unfreezes):
+    def on_fit_start(self) -> None:
+        self.net[0].requires_grad_(True)
+
+
+class FreezesAgain(Begins):
+    def on_fit_start(self) -> None:
+        self.net[0].requires_grad_(False)
+
+
+def test_what_they_set_otherwise_than_as_the_run_was_new_holds(tmp_path: Path) -> None:
+    def state(module: Begins) -> list[Any]:
+        options = module.trainer.optimizers[0].param_groups[0]
+        return [module.factor, options["lr"], module.net[0].weight.requires_grad]
+
+    def resumed(kind: type[Begins], former: type[Begins]) -> list[Any]:
+        fit(former, tmp_path / former.__name__, "single", max_steps=2)
+        return state(fit(kind, tmp_path / "b", "single", str(tmp_path / former.__name__ / "step=2"), max_steps=3))
+
+    assert resumed(DecaysLess, Decays)[1] == 0.05
+    assert resumed(CountsOtherwise, Counts)[0] == 0.125
+    assert resumed(Trains, Unfreezes)[2] is True
+    assert resumed(FreezesAgain, Begins)[2] is False
+
+
+class Shrinks(Begins):
+    def on_fit_start(self) -> None:
+        if self.global_step:
+            with torch.no_grad():
+                self.net[2].weight.zero_()
+
+
+class ShrinksToo(Initializes):
+    def on_train_start(self) -> None:
+        if self.global_step:
+            with torch.no_grad():
+                self.net[2].weight.zero_()
+
+
+@pytest.mark.parametrize(("kind", "holds"), [(Shrinks, True), (ShrinksToo, False)])
+def test_weights_that_they_change_in_a_resumed_run_alone_are_named(
+    kind: type[Begins], holds: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(kind, tmp_path / "a", "single", max_steps=2)
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        module = fit(kind, tmp_path / "b", "single", str(tmp_path / "a" / "step=1"), max_steps=2)
+    assert "has changed weights of a run that is resumed, and not as the run was new: net.2.weight;" in caplog.text
+    assert ("that holds over the checkpoint" if holds else "the checkpoint holds over it") in caplog.text
+    assert bool(module.net[2].weight.abs().max() < 0.05) == holds
