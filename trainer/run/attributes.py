@@ -104,10 +104,12 @@ class Changes:
                     self._begun.setdefault(path, {})[name] = _copied(value)
             return
         for (path, name), value in self._resumed.items():
-            now = _copied(vars(layers[path]).get(name))
-            if _is_equal(now, self._begun[path][name]):
+            now, made = vars(layers[path]).get(name), self._begun[path].pop(name)
+            if not _is_savable(_mark(now, _MOST_ITEMS)):
+                continue
+            self._begun[path][name] = _copied(now)
+            if _is_equal(self._begun[path][name], made):
                 _take(layers[path], name, value)
-            self._begun[path][name] = now
         self._resumed = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,7 +139,7 @@ class Changes:
         return {
             name: value
             for name, value in self._begun[path].items()
-            if name in now and not _is_equal(_copied(now[name]), value)
+            if name in now and _is_savable(_mark(now[name], _MOST_ITEMS)) and not _is_equal(_copied(now[name]), value)
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -159,6 +160,28 @@ class CountsOtherwise(Counts):
         self.factor = 0.125
 
 
+class Locks(Counts):
+    """Sets an object that cannot be copied where a number was."""
+
+    def on_train_start(self) -> None:
+        self.factor, self.locks = 1.0, Lock()
+        if self.global_step:
+            self.seen = Lock()
+
+    def on_train_epoch_start(self) -> None: ...
+
+
+class CountsBefore(Counts):
+    seen: Any = 0
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.seen = 1
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += 1
+
+
 class Trains(Unfreezes):
     def on_fit_start(self) -> None:
         self.net[0].requires_grad_(True)
@@ -180,6 +203,7 @@ def test_what_they_set_otherwise_than_as_the_run_was_new_holds(tmp_path: Path) -
 
     assert resumed(DecaysLess, Decays)[1] == 0.05
     assert resumed(CountsOtherwise, Counts)[0] == 0.125
+    assert resumed(Locks, CountsBefore)[0] == 1.0
     assert resumed(Trains, Unfreezes)[2] is True
     assert resumed(FreezesAgain, Begins)[2] is False
 
