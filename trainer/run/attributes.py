@@ -8,6 +8,7 @@ import dataclasses
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from io import IOBase
 from pathlib import PurePath
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.strategies.modules.blocks import is_of_user
+from lockstep.strategies.sync.contents import generator_content, generator_of, generator_state, generators
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray}
 _CONTAINERS = {list, tuple, set, frozenset, deque}
@@ -58,7 +60,7 @@ def _is_data(value: Any) -> bool:
 
 
 _SAVED = (type(None), bool, int, float, str)
-_KEPT = (list, tuple, dict)
+_KEPT = (list, tuple, dict, deque, set, frozenset)
 """Containers that are saved, of values that are."""
 _MOST_BYTES, _MOST_ITEMS, _MOST_BITS = 2**26, 2**14, 4000
 """Larger tensors, arrays, containers and integers are not saved beside the weights."""
@@ -129,6 +131,7 @@ class Changes:
                 on_device.append(_shown(path, name))
             values.setdefault(path, {})[name] = _detached(value)
         lost += [_shown(path, name) for path in apart for name in values.pop(path, ())]
+        lost += [_shown(path, name) for path, layer in _of_users(self._module) for name in _iterators(layer)]
         state = {"values": values, "lost": lost, "on_device": on_device} if values or lost else {}
         begun = {path: found for path in self._begun if path not in apart and (found := self._since_begun(path))}
         return {"values": values, "lost": lost, "on_device": on_device, "begun": begun} if begun else state
@@ -220,6 +223,13 @@ def _shown(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
+def _iterators(layer: nn.Module) -> Iterator[str]:
+    """The names of those of which nobody can tell where they are."""
+    for name, value in vars(layer).items():
+        if hasattr(type(value), "__next__") and not isinstance(value, IOBase):
+            yield name
+
+
 _Mark = tuple[Any, Any]
 """What tells whether a value was changed or replaced: its kind, None if it is not saved, and what it holds."""
 _NOTHING: _Mark = ("", 0)
@@ -257,6 +267,8 @@ def _mark(value: Any, most: int) -> _Mark:
             return None, id(value)
         fits = value.dtype.kind in "biufc" and value.dtype.itemsize <= 16 and value.nbytes <= _MOST_BYTES
         return (kind, (value.dtype, value.shape, hash(value.tobytes()))) if fits else (None, id(value))
+    if kind in generators():
+        return None if generator_content(value) is None else kind, generator_state(value)
     if kind in _KEPT and len(value) <= most:
         items = [*value.keys(), *value.values()] if kind is dict else value
         marks = tuple(_mark(item, most // (len(value) + 1)) for item in items)  # of bounded depth
@@ -278,10 +290,10 @@ def _storage(tensor: Tensor) -> int | None:
 
 
 def _fits(container: Any, marks: Iterable[_Mark]) -> bool:
-    """Whether a container can be saved: numbers of numpy would be those of Python there, tensors all on one device."""
-    if not all(
-        _is_savable(mark) and not (isinstance(mark[0], type) and issubclass(mark[0], np.generic)) for mark in marks
-    ):
+    """Whether a container can be saved: numbers of numpy would be those of Python there, generators, deques and sets
+    are not in others, and tensors all on one device."""
+    kinds, alone = [mark[0] for mark in marks], (np.generic, *generators(), deque, set, frozenset)
+    if None in kinds or any(isinstance(kind, type) and issubclass(kind, alone) for kind in kinds):
         return False
     if type(container) is dict and any(type(key) not in _SAVED for key in container):
         return False
@@ -312,9 +324,19 @@ def _storages(tensors: Iterable[Tensor]) -> set[int | None]:
     return {_storage(tensor) for tensor in found if type(tensor) in (Tensor, nn.Parameter)} - {None, 0}
 
 
+_GENERATOR, _ITEMS = "__generator__", "__items__"
+"""The keys under which the state of a generator is saved, and what is in a deque or set."""
+
+
 def _detached(value: Any) -> Any:
     if isinstance(value, np.generic):
         return np.asarray(value)
+    if isinstance(value, generators()):
+        return {_GENERATOR: generator_content(value)}
+    if isinstance(value, deque):
+        return {_ITEMS: [*map(_detached, value)], "maxlen": value.maxlen}
+    if isinstance(value, set | frozenset):
+        return {_ITEMS: sorted(value, key=repr), "kind": type(value).__name__}
     return tree_map_only(Tensor, Tensor.detach, value)
 
 
@@ -328,6 +350,12 @@ def _take(layer: nn.Module, name: str, value: Any) -> None:
         now.detach().copy_(value)  # who else holds it sees that too
     elif isinstance(value, np.ndarray) and not value.shape:
         vars(layer)[name] = value[()]
+    elif isinstance(value, dict) and _GENERATOR in value:
+        vars(layer)[name] = generator_of(value[_GENERATOR], now)
+    elif isinstance(value, dict) and _ITEMS in value:
+        items = value[_ITEMS]
+        kept = {"set": set, "frozenset": frozenset}[value["kind"]](items) if "kind" in value else None
+        take_data(layer, {name: deque(items, value["maxlen"]) if kept is None else kept})
     else:
         take_data(layer, {name: value})
 

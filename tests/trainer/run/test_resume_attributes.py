@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections import deque
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,21 @@ class Scaled(nn.Linear):
         return super().forward(x * (1 + 0.01 * self.calls) + self.seen)
 
 
+class Names(list[str]):
+    """Of a class that checkpoints do not hold."""
+
+
+class Queue(deque[float]):
+    """Another."""
+
+
 class Remembers(Net):
     """Derives of the epoch what its steps use, and carries from step to step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net.insert(0, Scaled())
-        self.names: deque[str] = deque()
+        self.names = Names()
         self.by_hook, self.hidden, self.best = 0, None, float("inf")
 
     def on_fit_start(self) -> None:
@@ -183,6 +193,47 @@ class KeepsMuch(Net):
         return loss * weight + loss * torch.stack(self.losses).mean()
 
 
+class DrawsByItself(Net):
+    """Draws from generators of its own, of which some are made again in each run, and some in a step."""
+
+    late: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch, self.python = torch.Generator().manual_seed(3), random.Random(3)
+        self.old, self.numpy = np.random.RandomState(3), np.random.default_rng(3)
+        self.twister = np.random.Generator(np.random.MT19937(3))
+
+    def on_train_start(self) -> None:
+        self.each, self.latest = torch.Generator().manual_seed(4), deque[float](maxlen=2)
+        self.chosen = set[int]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.late is None:
+            self.late = random.Random(5)
+        drawn = [torch.rand((), generator=generator).item() for generator in (self.torch, self.each)]
+        drawn += [self.python.random(), self.old.rand(), self.numpy.random(), self.twister.random(), self.late.random()]
+        self.latest.append(sum(drawn))
+        self.chosen.add(self.numpy.integers(9).item())
+        return super().training_step(batch, batch_idx) * (sum(self.latest) + len(self.chosen))
+
+
+class Cycles(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = count()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * next(self.turns)
+
+
+def test_an_iterator_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(callbacks=[Save(tmp_path)], kind=Cycles)
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        fit(tmp_path / "2", Cycles)
+    assert "does not hold these attributes" in caplog.text and ": turns; they begin" in caplog.text
+
+
 class MakesOnce(Net):
     """Has a flag that says whether an object is there that no checkpoint holds."""
 
@@ -190,7 +241,7 @@ class MakesOnce(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if not self.is_ready:
-            self.queue, self.is_ready = deque([1.0]), True
+            self.queue, self.is_ready = Queue([1.0]), True
         return super().training_step(batch, batch_idx) * self.queue[0]
 
 
@@ -205,7 +256,7 @@ class HoldsOdd(Net):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("kind", [KeepsMuch, MakesOnce, HoldsOdd])
+@pytest.mark.parametrize("kind", [KeepsMuch, DrawsByItself, MakesOnce, HoldsOdd])
 def test_whatever_a_step_keeps_the_run_is_saved_and_continues(tmp_path: Path, kind: type[Net]) -> None:
     whole = fit(callbacks=[Save(tmp_path)], kind=kind)
     for step in ("2", "4"):
