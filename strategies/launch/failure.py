@@ -152,7 +152,7 @@ def _text(error: BaseException, start: TracebackType | None) -> str:
 
 
 @functools.cache
-def _libraries() -> tuple[str, ...]:
+def libraries() -> tuple[str, ...]:
     """Folders of code that is not the user's: Python's, installed packages and this one."""
     import sysconfig  # here, as it reads a file that no other import needs
 
@@ -168,7 +168,7 @@ def _place(trace: TracebackType | None) -> str:
     found = ""
     for frame, line in traceback.walk_tb(trace):
         code, owner = frame.f_code, frame.f_locals.get("self")
-        if not os.path.realpath(code.co_filename).startswith(_libraries()) and not code.co_filename.startswith(
+        if not os.path.realpath(code.co_filename).startswith(libraries()) and not code.co_filename.startswith(
             "<frozen"
         ):
             name = code.co_name if owner is None else f"{type(owner).__name__}.{code.co_name}"

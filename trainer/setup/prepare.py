@@ -115,7 +115,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     elif strategy.topology.data_rank > 0:  # a stream of its own; data rank 0 continues with the process's stream
         seed_everything(derive(run.seed, "noise", strategy.topology.data_rank))
     frozen.note(run, module)
-    run.attributes.begin()
+    run.attributes.begin([*named.values(), *(config.scheduler for config in schedulers)])
     run.start_hooks = start_hooks.StartHooks() if start_hooks.is_needed(run) else None
     if checkpoint is not None:
         snapshot.restore(run, module, checkpoint)

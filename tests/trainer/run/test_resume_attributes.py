@@ -166,7 +166,7 @@ def test_attributes_of_a_module_without_hyperparameters_continue_on_each_rank(tm
 def test_what_a_layer_counts_is_saved_where_fsdp_has_changed_its_class() -> None:
     module = Remembers()
     changes, layer = Changes(module), module.net[0]
-    changes.begin()
+    changes.begin([])
     layer.__class__ = type("FSDPScaled", (Scaled,), {"__module__": "torch.distributed.fsdp"})
     layer(torch.ones(1, 8))
     assert changes.state_dict()["values"]["net.0"]["calls"] == 1
@@ -234,6 +234,63 @@ def test_an_iterator_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "does not hold these attributes" in caplog.text and ": turns; they begin" in caplog.text
 
 
+class Meter:
+    """An object of the user's, which compares as no other does and has no hash."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, parts: bool = True) -> None:
+        self.sum, self.last = 0.0, torch.zeros(())
+        self.part = Meter(parts=False) if parts else None
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("compared")
+
+    def add(self, value: float) -> float:
+        self.sum += value
+        self.last = torch.tensor(value)
+        return self.sum + self.last.item() + (0 if self.part is None else self.part.add(value / 2))
+
+
+class HoldsObjects(Net):
+    """Counts in objects of its own, of which one is made as each run starts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter, self.meters, self.several = Meter(), {"a": Meter()}, [Meter(), Meter()]
+
+    def on_fit_start(self) -> None:
+        self.each = Meter()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        factor = sum(m.add(0.1 * batch_idx) for m in (self.meter, self.meters["a"], self.several[1], self.each))
+        return super().training_step(batch, batch_idx) * factor
+
+
+class StepsByItself(Net):
+    """Has an optimizer and a scheduler that it has not returned, beside one that it has."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.optim.Adam(self.net[0].parameters(), lr=0.1)
+        self.rates = torch.optim.lr_scheduler.StepLR(self.own, 1, 0.9)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        given = self.optimizers()
+        for optimizer in (given, self.own):
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in (given, self.own):
+            optimizer.step()
+        self.rates.step()
+
+    def configure_optimizers(self) -> Any:
+        self.returned = torch.optim.SGD(self.net[3].parameters(), lr=0.1, momentum=0.9)
+        return self.returned
+
+
 class MakesOnce(Net):
     """Has a flag that says whether an object is there that no checkpoint holds."""
 
@@ -256,7 +313,7 @@ class HoldsOdd(Net):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("kind", [KeepsMuch, DrawsByItself, MakesOnce, HoldsOdd])
+@pytest.mark.parametrize("kind", [KeepsMuch, DrawsByItself, HoldsObjects, StepsByItself, MakesOnce, HoldsOdd])
 def test_whatever_a_step_keeps_the_run_is_saved_and_continues(tmp_path: Path, kind: type[Net]) -> None:
     whole = fit(callbacks=[Save(tmp_path)], kind=kind)
     for step in ("2", "4"):

@@ -1,0 +1,219 @@
+"""Values of attributes as a checkpoint keeps them: what tells whether one was changed, and how it is written and put
+back."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lockstep.strategies.sync.contents import generator_content, generator_of, generator_state, generators
+
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray}
+_CONTAINERS = {list, tuple, set, frozenset, deque}
+_MAPPINGS = {dict, OrderedDict, defaultdict, Counter}
+NOT_OF_USERS = frozenset(vars(nn.Module())) | {"_trainer", "_module", "_toggled", "trainer"}
+
+_HPARAMS = "_hparams"
+"""Made, with nothing in it, when `hparams` is first read, as the first save does."""
+
+
+def own_data(owner: Any) -> dict[str, Any]:
+    """The attributes of a module, DataModule or callback that are data: numbers, strings, tensors, arrays, and
+    containers and dataclasses of them."""
+    return {name: value for name, value in vars(owner).items() if name not in NOT_OF_USERS and _is_data(value)}
+
+
+def take_data(owner: Any, attributes: dict[str, Any]) -> None:
+    """Give `owner` what `own_data` returned on rank 0; lists, dicts and sets that it has stay the same objects."""
+    for name, value in attributes.items():
+        now = vars(owner).get(name)
+        if now is value:  # `load_state_dict` has taken it from the state that came home with it
+            continue
+        if type(now) is type(value) and isinstance(now, (list, deque, dict, set)):
+            now.clear()
+            now.extend(value) if isinstance(now, (list, deque)) else now.update(value)
+        else:
+            vars(owner)[name] = value
+
+
+def _is_data(value: Any) -> bool:
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, (np.generic, PurePath)):
+        return True
+    if kind in _CONTAINERS or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return all(map(_is_data, value))
+    if kind in _MAPPINGS:
+        return all(_is_data(key) and _is_data(item) for key, item in value.items())
+    return dataclasses.is_dataclass(value) and not isinstance(value, type) and all(map(_is_data, vars(value).values()))
+
+
+_SAVED = (type(None), bool, int, float, str)
+_KEPT = (list, tuple, dict, deque, set, frozenset)
+"""Containers that are saved, of values that are."""
+_STATEFUL = (Optimizer, LRScheduler, torch.amp.GradScaler)
+"""Objects that are saved by their `state_dict`."""
+_MOST_BYTES, MOST_ITEMS, _MOST_BITS = 2**26, 2**14, 4000
+"""Larger tensors, arrays, containers and integers are not saved beside the weights."""
+
+
+Mark = tuple[Any, Any]
+"""What tells whether a value was changed or replaced: its kind, None if it is not saved, and what it holds."""
+NOTHING: Mark = ("", 0)
+
+
+def mark_of(value: Any, most: int) -> Mark:
+    kind = type(value)
+    if kind in _SAVED:
+        return (None if kind is int and value.bit_length() > _MOST_BITS else kind), value
+    if isinstance(value, Tensor):
+        if kind is not Tensor or not _is_plain(value):
+            return None, id(value)
+        return weakref.ref(value), object() if value.is_inference() else value._version
+    if isinstance(value, np.ndarray | np.generic):
+        if kind is not np.ndarray and not isinstance(value, np.generic):
+            return None, id(value)
+        fits = value.dtype.kind in "biufc" and value.dtype.itemsize <= 16 and value.nbytes <= _MOST_BYTES
+        return (kind, (value.dtype, value.shape, hash(value.tobytes()))) if fits else (None, id(value))
+    if issubclass(kind, _STATEFUL):
+        return mark_of(value.state_dict(), most)
+    if kind in generators():
+        return None if generator_content(value) is None else kind, generator_state(value)
+    if kind in _KEPT and len(value) <= most:
+        items = [*value.keys(), *value.values()] if kind is dict else value
+        marks = tuple(mark_of(item, most // (len(value) + 1)) for item in items)  # of bounded depth
+        return (kind if _fits(value, marks) else None), marks
+    return None, len(value) if isinstance(value, list | deque | dict | set) else id(value)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a checkpoint can hold it: it has memory of its own, in a layout and format of the file."""
+    strided = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    return strided and tensor.nbytes <= _MOST_BYTES and _storage(tensor) is not None
+
+
+def _storage(tensor: Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # of another layout, or made within a function of torch.func
+        return None
+
+
+def _fits(container: Any, marks: Iterable[Mark]) -> bool:
+    """Whether a container can be saved: numbers of numpy would be those of Python there, generators, deques and sets
+    are not in others, and tensors all on one device."""
+    kinds, alone = [mark[0] for mark in marks], (np.generic, *generators(), deque, set, frozenset)
+    if None in kinds or any(isinstance(kind, type) and issubclass(kind, alone) for kind in kinds):
+        return False
+    if type(container) is dict and any(type(key) not in _SAVED for key in container):
+        return False
+    tensors = tensors_in(container)
+    return len({tensor.device.type for tensor in tensors}) < 2 and sum(t.nbytes for t in tensors) <= _MOST_BYTES
+
+
+def is_savable(mark: Mark) -> bool:
+    return mark[0] is not None
+
+
+def is_same(before: Mark, now: Mark) -> bool:
+    if isinstance(before[0], weakref.ref) and isinstance(now[0], weakref.ref):
+        return before[0]() is now[0]() and before[1] == now[1]
+    if before[0] != now[0]:
+        return False
+    if now[0] in (None, *_KEPT) and isinstance(before[1], tuple) and isinstance(now[1], tuple):
+        return len(before[1]) == len(now[1]) and all(map(is_same, before[1], now[1]))
+    return bool(before[1] == now[1]) or (before[1] != before[1] and now[1] != now[1])
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def storages(tensors: Iterable[Tensor]) -> set[int | None]:
+    found = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
+    return {_storage(tensor) for tensor in found if type(tensor) in (Tensor, nn.Parameter)} - {None, 0}
+
+
+_STATE, _GENERATOR, _ITEMS = "__state__", "__generator__", "__items__"
+"""The keys under which the state of an object of torch or of a generator is saved, and what is in a deque or set."""
+
+
+def encoded(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return np.asarray(value)
+    if issubclass(type(value), _STATEFUL):
+        return {_STATE: tree_map_only(Tensor, Tensor.detach, value.state_dict())}
+    if isinstance(value, generators()):
+        return {_GENERATOR: generator_content(value)}
+    if isinstance(value, deque):
+        return {_ITEMS: [*map(encoded, value)], "maxlen": value.maxlen}
+    if isinstance(value, set | frozenset):
+        return {_ITEMS: sorted(value, key=repr), "kind": type(value).__name__}
+    return tree_map_only(Tensor, Tensor.detach, value)
+
+
+def copied(value: Any) -> Any:
+    return copy.deepcopy(tree_map_only(Tensor, Tensor.cpu, encoded(value)))
+
+
+def take(layer: Any, name: str, value: Any) -> None:
+    now = vars(layer).get(name)
+    if type(now) is Tensor and isinstance(value, Tensor) and _is_like(now, value):
+        now.detach().copy_(value)  # who else holds it sees that too
+    elif isinstance(value, np.ndarray) and not value.shape:
+        vars(layer)[name] = value[()]
+    elif isinstance(value, dict) and _GENERATOR in value:
+        vars(layer)[name] = generator_of(value[_GENERATOR], now)
+    elif isinstance(value, dict) and _STATE in value:
+        if issubclass(type(now), _STATEFUL):
+            now.load_state_dict(copy.deepcopy(value[_STATE]))
+    elif isinstance(value, dict) and _ITEMS in value:
+        items = value[_ITEMS]
+        kept = {"set": set, "frozenset": frozenset}[value["kind"]](items) if "kind" in value else None
+        take_data(layer, {name: deque(items, value["maxlen"]) if kept is None else kept})
+    else:
+        take_data(layer, {name: value})
+
+
+def moved(value: Any, device: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+
+def is_free(layer: Any, name: str) -> bool:
+    """Whether a value may be set there: a class has no method or property of the name."""
+    return name.isidentifier() and name not in NOT_OF_USERS and _is_data(getattr(type(layer), name, None))
+
+
+def _is_like(now: Tensor, value: Tensor) -> bool:
+    owns = (
+        now.grad_fn is None
+        and now.is_leaf
+        and not now.is_inference()
+        and 0 not in (s for s, n in zip(now.stride(), now.shape, strict=True) if n > 1)
+    )
+    return owns and (now.shape, now.dtype, now.device) == (value.shape, value.dtype, value.device)
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_equal, one, other))
+    return bool(one == other) or (one != one and other != other)
