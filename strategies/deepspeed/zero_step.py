@@ -175,6 +175,8 @@ class ZeroStep(nn.Module):
         last = len(window.micro_batches) - 1
         for i, micro_batch in enumerate(window.micro_batches if prepare is None else prepare(window)):
             self.engine.set_gradient_accumulation_boundary(i == last)
+            if i and self.stage == 3:
+                self.partitions.adopt_weights()  # what hooks have changed since the last one is gathered again
             yield micro_batch
 
     def step(self, step_fn: StepFn, batch: Any, batch_idx: int) -> Any:
@@ -242,15 +244,17 @@ class ZeroStep(nn.Module):
         self.counts = False
         if self.stage == 1:
             return torch.stack([parameter.sum() * 0 for parameter in self.trained]).sum()
-        if self.last is None or (self.ran and self.stage == 3):
-            when = "for a rank's first micro-batch" if self.last is None else "after it had run the model"
+        value: Any = None
+        when = "for a rank's first micro-batch" if self.last is None else "after it had run the model"
+        if self.last is not None and not (self.ran and self.stage == 3):
+            with no_trace(self.model, self.step_hooks):  # do again what the other ranks do now
+                value, when = split_loss(self.last(), 0)[0], "for a reason that is not in its batch"
+        if value is None:
             raise RuntimeError(
                 f"training_step returned None {when}, but under ZeRO-{self.stage} a rank must do what the others do, "
                 "as they exchange tensors on the way; "
                 "return Loss(total * 0, 0) for no weight"
             )
-        with no_trace(self.model, self.step_hooks):  # do again what the other ranks do now
-            value: Any = split_loss(self.last(), 0)[0]
         return value * 0
 
     def name_of(self, index: int) -> str:

@@ -145,6 +145,19 @@ def test_zero_3_says_why_a_step_that_has_run_the_model_may_not_return_none() -> 
         quiet(strategy="deepspeed_stage_3", devices=2).fit(NoneAfterRunning(), loader())
 
 
+class NoneByStep(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if self.global_step == 2 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.long
+def test_a_step_that_returns_none_whatever_its_batch_is_refused() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"returned None for a reason that is not in its batch.*Loss\(total \* 0, 0\)"
+    ):
+        quiet(strategy="deepspeed_stage_2", devices=2).fit(NoneByStep(), loader())
+
+
 @pytest.mark.long
 def test_bfloat16_weights_are_saved_from_their_float32_masters(tmp_path: Path) -> None:
     plan = Plan(precision="bf16-true", optimizer="SGD", accumulate=2)

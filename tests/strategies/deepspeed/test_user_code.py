@@ -225,6 +225,28 @@ class ClampsAmongEvaluations(Clamps):
         return loader(12)
 
 
+class ClampsTied(ClampsAmongEvaluations):
+    """The engine leaves the embedding's weight whole after a backward, and gathers it again for the head's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(3, 8), nn.Linear(8, 3, bias=False)
+        self.net, self.head.weight = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), self.embedding.weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.head(self.net(self.embedding((batch[0] > 0).long()).mean(1))), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.training_step(batch, batch_idx))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.1, 0.1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
 def train(kind: type[Module], strategy: Strategy | str, **options: Any) -> list[Tensor]:
     torch.manual_seed(0)
     module = kind()
@@ -274,6 +296,14 @@ def test_what_user_code_does_has_the_effect_of_one_process(cases: list[tuple[typ
     for (kind, stage), result in zip(cases, found, strict=True):
         assert not isinstance(result, str), (kind.__name__, stage, result)
         assert distance(result, expected[kind]) < 1e-5, (kind.__name__, stage)
+
+
+@pytest.mark.long
+def test_weights_changed_between_micro_batches_count_in_the_next_one() -> None:
+    options = {"accumulate_grad_batches": 2, "num_sanity_val_steps": 2}
+    (found,) = launch(train_each, ([(ClampsTied, "3 with small parameters whole", options)],), 2)
+    assert not isinstance(found, str), found
+    assert distance(found, train(ClampsTied, "single", **options)) < 1e-5
 
 
 REFUSED: list[tuple[type[Module], str, str]] = [
