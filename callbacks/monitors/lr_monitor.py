@@ -97,7 +97,7 @@ class LearningRateMonitor(Callback):
             self._used = self._stats(trainer, "step")
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._used:
+        if self._used and not trainer._run.window_is_open:  # else another learner of this rank has stepped before
             self._log(trainer, self._used)
             self._used = {}
 

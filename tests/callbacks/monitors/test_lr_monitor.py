@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 from lockstep.callbacks import Callback
 from lockstep.callbacks._support.lr_factor import add_lr_factor
 from lockstep.callbacks.monitors.lr_monitor import LearningRateMonitor
-from tests.trainer.toy import loader, net, quiet
+from lockstep.strategies import LocalSGD
+from tests.trainer.toy import Net, loader, net, quiet
 
 MODULE: Any = nn.Identity()
 
@@ -37,7 +38,7 @@ def run(
         global_step=0,
         arguments=SimpleNamespace(log_every_n_steps=every),
         optimizers=optimizers,
-        _run=SimpleNamespace(schedulers=schedulers),
+        _run=SimpleNamespace(schedulers=schedulers, window_is_open=False),
         callback_metrics={},
     )
     trainer._run.log_metrics = lambda metrics: logged.setdefault(trainer.global_step, {}).update(metrics)
@@ -68,6 +69,27 @@ def test_a_rate_stands_at_the_step_it_was_used_for() -> None:
     optimizer = SGD([parameter()], lr=1.0)
     logged = run(LearningRateMonitor(), [optimizer], [config(ExponentialLR(optimizer, 0.5), "step")], every=2)
     assert logged == {2: {"lr-SGD": 0.5}, 4: {"lr-SGD": 0.125}, 6: {"lr-SGD": 0.5**5}, 8: {"lr-SGD": 0.5**7}}
+
+
+class Scheduled(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=1e-3)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": ExponentialLR(optimizer, 0.5), "interval": "step"},
+        }
+
+
+def test_learners_of_one_rank_have_a_rate_a_step() -> None:
+    monitor = LearningRateMonitor()
+    quiet(
+        strategy=LocalSGD(learners=2, period=2),
+        max_steps=2,
+        accumulate_grad_batches=2,
+        log_every_n_steps=1,
+        callbacks=[monitor],
+    ).fit(Scheduled(), loader())
+    assert monitor.lrs == {"lr-SGD": [1e-3, 5e-4]}
 
 
 def test_by_epoch_it_follows_the_scheduler() -> None:
