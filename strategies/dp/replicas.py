@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from lockstep.strategies.data.batch_slices import tensors_of
 from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.modules.blocks import holds_states
 from lockstep.strategies.modules.parameter_hooks import copy_attributes
@@ -63,6 +64,18 @@ def replica(model: nn.Module, device: torch.device) -> nn.Module:
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.detach().to(device, copy=True, non_blocking=True)
+
+
+def refuse_returned(output: Any, parameters: list[nn.Parameter]) -> None:
+    """Raise RuntimeError for a weight of a replica, or a view of one, in what its step has returned beside the loss: it
+    would not follow the weight through the optimizer's step, as on one device."""
+    held = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    if any(t.layout is torch.strided and t.untyped_storage().data_ptr() in held for t in tensors_of(output)):
+        raise RuntimeError(
+            "training_step returned a weight, or a view of one (.data, .detach() or a part), and strategy 'dp' joins "
+            "what slices return, so that it would not follow the weight; read the weight in the hook, or return a copy "
+            "(.clone())"
+        )
 
 
 def own_state(model: nn.Module, copies: Mapping[int, nn.Module]) -> None:

@@ -32,6 +32,7 @@ from lockstep.strategies.dp.replicas import (
     metrics_of,
     parameters_of,
     rebind,
+    refuse_returned,
     refusing_forward_mode,
     replica,
 )
@@ -208,6 +209,8 @@ class DataParallel(SPMDStrategy):
             output = step(move(part, device, None, kept=None if self._on_cpu else "cpu"), batch_idx)
         if marks != gradient_marks(parameters):
             raise own_backward(remarked(replica.named_parameters(), marks))
+        if type(output) is not Tensor:
+            refuse_returned(output, parameters)
         return output
 
     def _backward(self, loss: Tensor) -> None:

@@ -23,6 +23,7 @@ from lockstep.strategies.launch.process_group import new_mesh
 from lockstep.strategies.mesh import mixed_tensors, steps
 from lockstep.strategies.mesh.mesh import devices_of, resolve
 from lockstep.strategies.mesh.options import UNRULED, Options
+from lockstep.strategies.mesh.unsharded_writes import refuse_returned, refusing_returned
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import changed_within_window, partial_gradient, refuse_sparse, shortened
 from lockstep.strategies.modules.sharded_errors import explained, within_step
@@ -149,14 +150,9 @@ class ShardedStrategy(ShardedOptimizers):
         from lockstep.strategies.mesh.axes import apply_axes
 
         assert self._mesh is not None
-        wrapped = apply_axes(
-            model,
-            self._mesh,
-            self.options,
-            compute_dtype,
-            in_tree=bool(self.virtual_ranks),
-            replicas_apart=bool(self.virtual_ranks) or self.compressor is not None,
-        )
+        in_tree = bool(self.virtual_ranks)
+        apart = in_tree or self.compressor is not None
+        wrapped = apply_axes(model, self._mesh, self.options, compute_dtype, in_tree=in_tree, replicas_apart=apart)
         self._compared = "tensor" not in self._sizes
         if wrapped.units:
             self._order = wrapped.order = CallOrder(
@@ -217,6 +213,7 @@ class ShardedStrategy(ShardedOptimizers):
         self._sync_each = self.options.sync_every_micro_batch or bool(hooks.parameters) or whole
         if hooks.parameters:
             step_fn, hooks = steps.one_optimizer_each(wrapped, step_fn, hooks)
+        hooks = refusing_returned(hooks)
         self._in_step, self._micro_batches = True, 0
         try:
             bracket = nullcontext() if hooks.automatic else wrapped.open()
@@ -237,15 +234,15 @@ class ShardedStrategy(ShardedOptimizers):
         *args: Any,
         hooks: StepHooks = NO_HOOKS,
     ) -> Any:
+        padding, model = not micro_batch.num_samples, self.unwrap(wrapped)
+        undone, uncounted = (side_effect_free(model), hooks.log_scope(0)) if padding else (nullcontext(), nullcontext())
         try:
-            with self.precision.autocast(self.topology.device):
-                if micro_batch.num_samples:
-                    return wrapped.run(step_fn, micro_batch.batch, *args)
-                with side_effect_free(self.unwrap(wrapped)), hooks.log_scope(0):
-                    wrapped.run(step_fn, micro_batch.batch, *args)
-                return None
+            with self.precision.autocast(self.topology.device), undone, uncounted:
+                output = wrapped.run(step_fn, micro_batch.batch, *args)
         finally:
             wrapped.close()
+        refuse_returned(output)
+        return None if padding else output
 
     def backward(self, wrapped: MeshModel, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:
         if retain_graph:

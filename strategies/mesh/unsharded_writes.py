@@ -10,6 +10,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from lockstep.strategies.base import StepHooks
+from lockstep.strategies.data.batch_slices import tensors_of
+from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.sync.contents import checksum, same_values
 
 
@@ -162,6 +165,27 @@ def refuse_kept(model: torch.nn.Module) -> None:
                     "which FSDP had gathered for the step and has freed since; keep a copy (.clone()), or take it from "
                     "the module where it is used"
                 )
+
+
+def refusing_returned(hooks: StepHooks) -> StepHooks:
+    """`hooks`, of which those at the end of a batch do not get what `refuse_returned` refuses."""
+
+    def prepare(window: Window) -> Iterator[MicroBatch]:
+        for micro_batch in window.micro_batches if hooks.prepare is None else hooks.prepare(window):
+            yield micro_batch
+            refuse_returned(micro_batch.output)
+
+    return hooks._replace(prepare=prepare)
+
+
+def refuse_returned(output: Any) -> None:
+    """Raise RuntimeError for a tensor in what a step has returned that is of the memory of a whole parameter, once that
+    is freed: to read it would end the process."""
+    if any(tensor.numel() and _has_no_memory(_held(tensor)) for tensor in tensors_of(output)):
+        raise RuntimeError(
+            "a step returned a weight, or a view of one (.data, .detach() or a part), which FSDP had gathered for the "
+            "step and has freed since; return a copy (.clone())"
+        )
 
 
 def _has_no_memory(tensor: Tensor) -> bool:

@@ -133,6 +133,42 @@ def test_a_view_of_a_weight_that_a_step_keeps_is_refused() -> None:
         fitted(KeepsView(), "fsdp", 2)
 
 
+class ReturnsWeight(Base):
+    """Steps return a weight, which hooks of the batch read."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "bias": self.net[0].bias}
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return [self.net[0].weight[0]]
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]), self.net[0].weight.detach()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        outputs["bias"].norm()
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        outputs[0].norm()
+
+
+@pytest.mark.parametrize(
+    ("verb", "strategy", "message"),
+    [
+        ("fit", "fsdp", "a step returned a weight, or a view of one .* which FSDP had gathered"),
+        ("test", "fsdp", "a step returned a weight, or a view of one .* which FSDP had gathered"),
+        ("predict", "fsdp", "a step returned a weight, or a view of one .* which FSDP had gathered"),
+        ("predict", "tensor", "predict_step returned a weight that is sharded over ranks"),
+        ("fit", "dp", "training_step returned a weight, or a view of one .* strategy 'dp' joins"),
+    ],
+)
+def test_a_weight_that_a_step_returns_is_refused(verb: str, strategy: str, message: str) -> None:
+    """Its memory is freed: a hook that read it ended the process. Under dp it was that of before the step."""
+    trainer = quiet(strategy=strategy, devices=2, accelerator="cpu", max_epochs=1, accumulate_grad_batches=2)
+    with pytest.raises((RuntimeError, TypeError), match=message):
+        getattr(trainer, verb)(ReturnsWeight(), loader(16))
+
+
 class KeepsRow(Base):
     """A hook keeps a view, of which a rank that holds another shard has a copy."""
 

@@ -139,9 +139,14 @@ _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 def on_host(output: Any) -> Any:
     """A prediction without its graph and on the CPU, so that those of a whole dataset do not fill the device. Waits for
-    the device. Raises TypeError for an iterator, which would run after the stage: in the mode of training, with
-    gradients and other random numbers."""
+    the device. Raises TypeError for a part of a sharded weight, and for an iterator, which would run after the stage:
+    in the mode of training, with gradients and other random numbers."""
     if isinstance(output, Tensor):
+        if hasattr(output, "full_tensor"):
+            raise TypeError(
+                "predict_step returned a weight that is sharded over ranks, or what follows from one, of which each "
+                "has a part; return what a layer computes, or read weights after predict"
+            )
         output = output.detach()
         return output if output.device.type == "cpu" else output.cpu()
     if isinstance(output, Iterator):
