@@ -58,6 +58,7 @@ class Entry:
         prog_bar: bool,
         logger: bool,
         rank_zero_only: bool,
+        *,
         exact: bool = False,
     ) -> None:
         self.name, self.reduce_fx, self.on_step, self.on_epoch = name, reduce_fx, on_step, on_epoch
@@ -230,6 +231,13 @@ def of_two_kinds(name: str) -> ValueError:
     return ValueError(
         f"self.log({name!r}) was given both numbers and a torchmetrics Metric, in this run or the one that it resumes; "
         "log them under names of their own"
+    )
+
+
+def added_by_rank(name: str) -> ValueError:
+    return ValueError(
+        f"self.log({name!r}, reduce_fx='sum') was called where a rank has all of its shares in common, as at the end "
+        "of a step or an epoch, so that each rank would add to it; log it in the step or the batch hooks, or its mean"
     )
 
 

@@ -22,6 +22,7 @@ from lockstep.trainer.metrics import reduction
 from lockstep.trainer.metrics.entry import (
     Entry,
     Reduced,
+    added_by_rank,
     is_complex,
     is_metric,
     not_a_number,
@@ -60,6 +61,8 @@ class MetricStore:
         """Whether a mean was weighted by the samples of its batch."""
         self.in_batch = False
         """Whether a batch is being worked on: decides the defaults of `on_step` and `on_epoch`."""
+        self.in_share = True
+        """Whether it is of one share, where a rank works on several: not after the last backward of a step."""
         self.training = training
         self.exact = exact
         """Whether sums are exact, so that they have the same bits on any number of ranks."""
@@ -124,6 +127,8 @@ class MetricStore:
         weight = 1.0 if batch_size is None else weight_of(name, batch_size)
         if entry.reduce_fx != "mean":
             weight = 1.0
+            if entry.reduce_fx == "sum" and self.exact and not rank_zero_only and not (self.in_share and self.in_batch):
+                raise added_by_rank(name)
         elif batch_size is None:
             weight = self.weight
             self.weighs |= self.in_batch
@@ -382,18 +387,9 @@ class MetricStore:
             entry.metric = value
         return entry
 
-    def new(
-        self,
-        name: str,
-        reduce_fx: str,
-        on_step: bool,
-        on_epoch: bool,
-        prog_bar: bool,
-        logger: bool,
-        rank_zero_only: bool,
-    ) -> Entry:
-        flags = reduce_fx, on_step, on_epoch, prog_bar, logger, rank_zero_only
+    def new(self, name: str, *flags: Any) -> Entry:
+        """A name with flags as those of `Entry.flags`."""
         entry = self.entries[name] = Entry(name, *flags, exact=self.exact)
-        if not rank_zero_only:
+        if not entry.rank_zero_only:
             self.keys_hash ^= (zlib.crc32(name.encode()) << 20) | (zlib.adler32(name.encode()) & 0xFFFFF)
         return entry

@@ -187,7 +187,7 @@ def finish_window(
             for parameter in group["params"]:
                 parameter.grad = None
 
-    run.last_loss, run.manually_stepped = result.loss, False
+    run.last_loss, run.manually_stepped, metrics.in_share = result.loss, False, True
     loop.windows_seen += 1
     progress.global_step += stepped
     run.executed[0] += stepped
@@ -326,6 +326,7 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
     run.is_accumulating = False
     if shares is not None:
         shares.leave("train", progress.total_batches)
+        metrics.in_share = not run.strategy.capabilities.synchronous  # learners have steps of their own
         metrics.weight = sum(last.num_samples for last in window.micro_batches[num - 1 :: num])  # as on as many ranks
 
 

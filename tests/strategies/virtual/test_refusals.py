@@ -250,3 +250,34 @@ class Counted(Toy):
 def test_a_layer_that_counts_in_a_block_is_refused_where_fsdp_has_changed_its_class() -> None:
     with pytest.raises(RuntimeError, match=r"changed layer\.0\.0\.calls, layer\.1\.0\.calls, which would depend"):
         fit(Counted(), strategy=FSDP(wrap=CountsCalls), devices=2, virtual_ranks=4)
+
+
+def adding(hook: str, **options: Any) -> Toy:
+    """Logs a sum in a hook."""
+
+    def add(self: Module, *_: Any) -> None:
+        self.log("sum", 1.0, reduce_fx="sum", on_step=False, on_epoch=True, **options)
+
+    return type("Adds", (Toy,), {hook: add})()
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_epoch_end"]
+)
+def test_a_sum_to_which_each_rank_would_add_is_refused(hook: str) -> None:
+    with pytest.raises(ValueError, match=r"self\.log\('sum', reduce_fx='sum'\) was called where a rank has all"):
+        fit(adding(hook))
+
+
+@pytest.mark.parametrize(
+    ("hook", "options", "expected"),
+    [
+        ("on_train_batch_start", {}, 4),
+        ("on_train_batch_end", {}, 4),
+        ("on_train_epoch_end", {"rank_zero_only": True}, 1),
+    ],
+)
+def test_a_sum_over_shares_or_on_one_rank_does_not_count_ranks(
+    hook: str, options: dict[str, Any], expected: int
+) -> None:
+    assert fit(adding(hook, **options)).callback_metrics["sum"] == expected

@@ -631,6 +631,7 @@ def test_exact_sums_of_values_on_a_device_are_read_when_they_are_asked_for(reduc
     stores = []
     for kind in (torch.Tensor, OnDevice):
         store = MetricStore(exact=True)
+        store.in_batch = True
         for i, value in enumerate(values):
             if i == 2000:
                 mark = store.mark()
