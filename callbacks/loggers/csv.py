@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks._support.files import replacing
@@ -21,7 +23,8 @@ class CSVLogger(RunLogger):
 
     A metric that appears later adds a column. When `fit` begins in a folder that has rows already,
     those of later steps than the one it begins at are dropped, and so are those that were written after
-    the checkpoint that it resumes: a resumed run has each row once.
+    the checkpoint that it resumes: a resumed run has each row once. Rows of a `validate` or `test`, or that were logged
+    between two fits, stay: `.metrics.csv.outside` has their numbers.
 
     Args:
         save_dir: folder above all runs; None takes the Trainer's `default_root_dir`.
@@ -45,9 +48,10 @@ class CSVLogger(RunLogger):
         self.flush_every = flush_every
         self._last_valid_step: int | None = None  # rows of later steps are to be dropped
         self._num_rows = 0  # logged so far
-        self._num_valid_rows: int | None = None  # of the file, as the checkpoint says that is resumed
+        self._num_valid_rows: int | None = None  # of fits, in the file, as the checkpoint says that is resumed
         self._rows: list[dict[str, Any]] = []  # not yet in the file
         self._outside: set[int] = set()  # numbers of rows that were logged outside of a fit, of whatever steps
+        self._noted: set[int] = set()  # those that the file beside the rows has
         self._in_fit = False
         self._columns: list[str] | None = None  # of the file; None: not known, read it
 
@@ -68,12 +72,12 @@ class CSVLogger(RunLogger):
         return {"rows": self._num_rows, "outside": sorted(self._outside)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._num_valid_rows = int(state_dict["rows"])
-        self._outside = {*state_dict.get("outside", ())}
+        rows, self._outside = int(state_dict["rows"]), {*state_dict.get("outside", ())}
+        self._num_valid_rows = rows - len(self._outside)
         if self._outside:  # what this process has logged before the run is there
             self._rows = []
-        self._num_rows = self._num_valid_rows + len(self._rows)
-        self._outside |= {*range(self._num_valid_rows, self._num_rows)}
+        self._num_rows = rows + len(self._rows)
+        self._outside |= {*range(rows, self._num_rows)}
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # The disk is touched only by what the Trainer calls behind its error boundary.
@@ -107,13 +111,17 @@ class CSVLogger(RunLogger):
         new = {key: None for row in rows for key in row}
         if self._columns is None or not new.keys() <= set(self._columns):
             self._rewrite(rows)
-            return
-        try:
-            with open(self.path, "a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, self._columns).writerows(rows)
-        except OSError:
-            self._columns = None  # the last line may be torn: the next write reads and repairs the file
-            raise
+        else:
+            try:
+                with open(self.path, "a", newline="", encoding="utf-8") as file:
+                    csv.DictWriter(file, self._columns).writerows(rows)
+            except OSError:
+                self._columns = None  # the last line may be torn: the next write reads and repairs the file
+                raise
+        if self._outside != self._noted:
+            with replacing(self._note) as file:
+                json.dump(sorted(self._outside), file)
+            self._noted = {*self._outside}
 
     def forget_held(self) -> None:
         self._rows = []
@@ -130,9 +138,11 @@ class CSVLogger(RunLogger):
             with open(self.path, newline="", encoding="utf-8") as file:
                 whole = list(filter(_is_whole, csv.DictReader(file)))
         first = self._num_rows - len(rows)
-        free = {i for i in self._outside if i < first}
-        valid = [i for i, row in enumerate(whole) if last_valid is None or int(row["step"]) <= last_valid or i in free]
-        valid = valid[: self._num_valid_rows]
+        self._noted = self._read_note()
+        free = self._noted or {i for i in self._outside if i < first}
+        own = [i for i, row in enumerate(whole) if last_valid is None or int(row["step"]) <= last_valid]
+        own = [i for i in own if i not in free][: self._num_valid_rows]
+        valid = sorted({*own, *(free & {*range(len(whole))})})
         kept: list[Mapping[str, Any]] = [whole[i] for i in valid]
         new = {i - first + len(kept) for i in self._outside if i >= first}
         self._outside = {n for n, i in enumerate(valid) if i in free} | new
@@ -144,6 +154,15 @@ class CSVLogger(RunLogger):
             writer.writerows(everything)
         self._columns, self._last_valid_step, self._num_valid_rows = columns, None, None
         self._num_rows = len(everything)
+
+    @property
+    def _note(self) -> str:
+        return os.path.join(self.log_dir or "", f".{os.path.basename(self.path)}.outside")
+
+    def _read_note(self) -> set[int]:
+        with suppress(FileNotFoundError, ValueError), open(self._note, encoding="utf-8") as file:
+            return {*json.load(file)}
+        return set()
 
 
 def _is_whole(row: Mapping[str | None, Any]) -> bool:

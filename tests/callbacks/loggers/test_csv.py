@@ -14,9 +14,9 @@ import torch
 import yaml
 from torch import nn
 
-from lockstep.callbacks import Logger
+from lockstep.callbacks import Logger, ModelCheckpoint
 from lockstep.callbacks.loggers.csv import CSVLogger
-from tests.trainer.toy import loader, net, quiet
+from tests.trainer.toy import Net, loader, net, quiet
 
 
 def begun(log_dir: Path, *, global_step: int = 0, rank: int = 0, **options: Any) -> CSVLogger:
@@ -188,3 +188,25 @@ def test_a_subclass_may_define_where_it_writes(devices: int, tmp_path: Path) -> 
     assert written == list(range(2, trainer.global_step + 1, 2))
     assert sorted({int(row["step"]) for row in table(tmp_path / "table" / "elsewhere")}) == written
     assert table_of.log_dir == str(tmp_path / "table" / "elsewhere")
+
+
+class WithTest(Net):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("tested", 1.0)
+
+
+def test_rows_of_a_test_stay_where_another_program_resumes(tmp_path: Path) -> None:
+    def trainer(epochs: int) -> Any:
+        kept = ModelCheckpoint(save_top_k=-1)
+        options = {"enable_checkpointing": True, "default_root_dir": tmp_path, "log_every_n_steps": 1}
+        return quiet(max_epochs=epochs, logger=CSVLogger(version=0), callbacks=[kept], **options)
+
+    trainer(1).fit(WithTest(), loader(4))
+    trainer(1).test(WithTest(), loader(4), ckpt_path="last", verbose=False)
+    folder = tmp_path / "WithTest" / "version_0"
+    (first,) = (folder / "checkpoints").iterdir()
+    for epochs, path in ((2, first), (3, "auto"), (2, first)):
+        trainer(epochs).fit(WithTest(), loader(4), ckpt_path=path)
+        rows = [row for row in table(folder) if row["tested"] or row["train/loss_step"]]
+        steps = [(int(row["step"]), bool(row["tested"])) for row in rows]
+        assert steps == [(1, False), (0, True), *((step, False) for step in range(2, epochs + 1))]
