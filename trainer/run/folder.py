@@ -54,17 +54,18 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         """Raises ValueError where another process writes here. The lock of a process that died is nobody's."""
         self._account: dict[str, Any] = {}
+        self._file: int | None = None
         self._take(path)
 
     def _take(self, path: Path) -> None:
         self.path = path
-        self._file = os.open(path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        file = os.open(path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             # A record lock: children of this process, such as loader workers that outlive it, do not inherit it.
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            writer = int.from_bytes(os.pread(self._file, 8, 8), "little")
-            os.close(self._file)
+            writer = int.from_bytes(os.pread(file, 8, 8), "little")
+            os.close(file)
             raise ValueError(
                 f"the run folder {path} is being written by another run (process {writer}), and two would destroy each "
                 "other's files; "
@@ -74,12 +75,13 @@ class RunFolder:
             locked = False  # a file system without locks
         else:
             locked = True
-            _held.add(_identity(os.fstat(self._file)))
+            _held.add(_identity(os.fstat(file)))
+        self._file = file
         try:
-            there = os.fstat(self._file).st_size
+            there = os.fstat(file).st_size
             while there < 8 * _SLOTS:  # on a full disk a write to memory without a block would end the process
-                there += os.pwrite(self._file, bytes(8 * _SLOTS - there), there)
-            self._map: mmap.mmap | None = mmap.mmap(self._file, 8 * _SLOTS)
+                there += os.pwrite(file, bytes(8 * _SLOTS - there), there)
+            self._map: mmap.mmap | None = mmap.mmap(file, 8 * _SLOTS)
             self.executed = memoryview(self._map).cast("q")
         except OSError:  # a full disk, or no shared memory: what is computed before a kill is not counted
             self._map, self.executed = None, [0, 0]
@@ -127,16 +129,22 @@ class RunFolder:
     def hold(self, run: RunState) -> None:
         """Before a save: take the folder again, and say so, if it was deleted or moved away while the run wrote to it.
 
-        Raises ValueError where another run writes in its place by now.
+        Raises ValueError where another run writes in its place by now, or it cannot be made.
         """
         with suppress(OSError):
-            if _identity(os.stat(self.path / "run.lock")) == _identity(os.fstat(self._file)):
+            if self._file is None or _identity(os.stat(self.path / "run.lock")) == _identity(os.fstat(self._file)):
                 return
-        computed = self.executed[0]
         self._let_go()
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._take(self.path)
-        self.executed[0] = computed
+        run.executed = self.executed
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take(self.path)
+        except OSError as error:
+            raise ValueError(
+                f"the run folder {self.path} was deleted or moved while the run wrote to it, and cannot be made again "
+                f"({error.strerror}); begin again with a default_root_dir that can be written"
+            ) from error
+        self.executed[0] = run.executed[0]
         run.executed = self.executed
         with suppress(OSError):
             self._write_summary(run, _RUNNING)
@@ -150,17 +158,22 @@ class RunFolder:
 
     def end(self, run: RunState, error: BaseException | None) -> None:
         """Write how it ended and let the folder go."""
-        if self._account:
+        if self._account and self._file is not None:
             with suppress(OSError):  # on a full disk the error that ends the run is the one to see
                 self._write_summary(run, _reason(error))
         self._let_go()
 
     def _let_go(self) -> None:
+        """Close its files, unless `hold` has and could not take the folder again; `executed` stays as numbers."""
+        if self._file is None:
+            return
+        shared, self.executed = self.executed, [*self.executed]
         if self._map is not None:
-            self.executed.release()  # type: ignore[union-attr]
+            shared.release()  # type: ignore[union-attr]
             self._map.close()
         _held.discard(_identity(os.fstat(self._file)))
         os.close(self._file)
+        self._file = None
 
     def _write_summary(self, run: RunState, reason: str) -> None:
         executed, useful = self.executed[0], run.progress.global_step - self._account["first_step"]

@@ -251,6 +251,40 @@ def test_a_folder_that_is_deleted_during_the_run_comes_back_with_its_lock() -> N
         assert (account["exit"], account["steps"], account["computed_steps"]) == ("finished", 8, 8)
 
 
+@pytest.mark.parametrize("by_a_run", [False, True])
+def test_a_folder_that_cannot_come_back_is_named(by_a_run: bool) -> None:
+    held = Path("held")
+
+    class Replaces(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            folder = Path(trainer.log_dir)
+            if batch_idx == 3 and not by_a_run:
+                shutil.rmtree(folder)
+                folder.write_text("")
+            elif batch_idx == 3:
+                folder.rename("moved")
+                other.stdin.write(b"x")  # type: ignore[union-attr]
+                other.stdin.flush()  # type: ignore[union-attr]
+                while not held.exists():
+                    time.sleep(0.01)
+
+    code = (
+        "import sys; from pathlib import Path; from lockstep.trainer.run.folder import RunFolder; sys.stdin.read(1); "
+        "folder = Path('runs/Net/version_0'); folder.mkdir(parents=True); hold = RunFolder(folder); "
+        "Path('held').touch(); sys.stdin.read(1)"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    other = subprocess.Popen([sys.executable, "-c", code], env=environ, stdin=subprocess.PIPE)
+    trainer = quiet(enable_checkpointing=True, callbacks=[Replaces(), ModelCheckpoint(every_n_train_steps=2)])
+    message = "is being written by another run" if by_a_run else r"cannot be made again \(File exists\); begin again"
+    try:
+        with pytest.raises(ValueError, match=message):
+            trainer.fit(net(), loader(32, 4))
+    finally:
+        other.communicate(timeout=100)
+    assert not Path("runs/Net/version_0/summary.json").exists(), "it is the other run's"
+
+
 def test_a_disk_that_is_full_from_the_beginning_does_not_end_the_process(tmp_path: Path) -> None:
     """Memory shared with a file that has no block of its own ends it by SIGBUS as it is written."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
