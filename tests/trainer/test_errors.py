@@ -301,6 +301,22 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: writing(logger=True, default_root_dir="file/x").fit(Net(), loader()),
         "default_root_dir.*must be folders that can be written, but 'file/x' cannot: Not a directory",
     ),
+    "folder of no UTF-8": (
+        lambda: writing(logger=True, default_root_dir="a\udcff").fit(Net(), loader()),
+        r"default_root_dir.*must be folders that can be written, but 'a\\udcff' cannot: 'utf-8' codec can't encode",
+    ),
+    "long name": (
+        lambda: writing(logger=TensorBoardLogger(name="n" * 256)).fit(Net(), loader()),
+        r"the run folder 'runs/nnn\w+' cannot be made \(File name too long\); give the logger another name or version",
+    ),
+    "file in place of a name": (
+        lambda: writing(logger=TensorBoardLogger(".", name="file")).fit(Net(), loader()),
+        r"the run folder 'file' cannot be made \(File exists\); give the logger another name",
+    ),
+    "name with a null": (
+        lambda: writing(logger=TensorBoardLogger(version="a\0b")).fit(Net(), loader()),
+        r"the run folder .* cannot be made \(embedded null byte\); give the logger another name or version",
+    ),
     "saver's folder": (
         lambda: writing(enable_checkpointing=True, callbacks=ModelCheckpoint(dirpath="file/x")).fit(Net(), loader()),
         "dirpath .*'.*file/x' cannot",

@@ -260,14 +260,15 @@ def writable(folder: str) -> None:
             f"{found}, which must not change: give another"
         )
     try:
+        folder.encode()  # safetensors opens no other path
         probe.mkdir(parents=True, exist_ok=True)
         name = probe / f".writable-{os.getpid()}"
         name.touch()
         name.unlink()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"default_root_dir, save_dir and dirpath must be folders that can be written, but {folder!r} cannot: "
-            f"{error.strerror or error}; "
+            f"{getattr(error, 'strerror', None) or error}; "
             "give another, or logger=False and enable_checkpointing=False"
         ) from None
 

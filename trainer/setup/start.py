@@ -214,12 +214,18 @@ def _newest(
 
 
 def _run_folder(base: Path, version: str | int | None) -> Path:
-    """Make and return the folder of a version; None takes the next free number, exclusively."""
-    if version is not None:
-        folder = base / _version(version)
+    """Make and return the folder of a version; None takes the next free number, exclusively. Raises ValueError."""
+    folder = base if version is None else base / _version(version)
+    try:
+        str(folder).encode()  # safetensors opens no other path
         folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the run folder {str(folder)!r} cannot be made ({getattr(error, 'strerror', None) or error}); give the "
+            "logger another name or version, or the Trainer another default_root_dir"
+        ) from None
+    if version is not None:
         return folder
-    base.mkdir(parents=True, exist_ok=True)
     number = max((_version_number(path) for path in base.glob("version_*")), default=-1) + 1
     while True:
         folder = base / f"version_{number}"
