@@ -354,16 +354,20 @@ def _name_the_method(error: BaseException, module: Module | None) -> None:
 
 
 def _entered(error: BaseException) -> str:
-    """The first function outside of this package that an error came through, such as a hook."""
-    root, trace = Path(__file__).parents[2], error.__traceback__
+    """The first function of the user's that an error came through, such as a hook; else the first of another package
+    than this one, such as torch's."""
+    root, trace, found = Path(__file__).parents[2], error.__traceback__, list[str]()
     ours = {root / "trainer", root / "strategies", root / "callbacks"}
     while trace is not None:
         code, owner = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
         if ours.isdisjoint(Path(code.co_filename).parents):
             name = code.co_name.strip("<>")
-            return name if owner is None else f"{type(owner).__name__}.{name}"
+            named = name if owner is None else f"{type(owner).__name__}.{name}"
+            if Path(torch.__file__).parent not in Path(code.co_filename).parents:
+                return named
+            found.append(named)
         trace = trace.tb_next
-    return "a hook"
+    return found[0] if found else "a hook"
 
 
 def _early_exit(run: RunState, error: BaseException) -> RuntimeError | None:
