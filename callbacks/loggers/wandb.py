@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 STEP = "trainer/global_step"
 """The metric that W&B's charts use as x-axis: optimizer steps. W&B's own step counts rows."""
+OUTSIDE = "outside"
+"""Marks rows of the journal that were logged outside of a fit."""
 EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 255}
 
 
@@ -31,7 +33,8 @@ class WandbLogger(RunLogger):
 
     A resumed run keeps its id, and has each step once. Offline, all rows up to the checkpoint are written again, into a
     new folder `wandb/offline-run-*` below the run's folder, as a killed process may not have written the last ones;
-    what that replaces, with the media in it, is moved to `wandb/replaced`. Online, W&B's `resume_from` drops what was
+    what that replaces, with the media in it, is moved to `wandb/replaced`. What a `validate` or `test` has logged since
+    stays. Online, W&B's `resume_from` drops what was
     logged after the checkpoint.
 
     Args:
@@ -69,7 +72,8 @@ class WandbLogger(RunLogger):
         self._is_users = False  # the run was begun by the user, who ends it
         self._run_id: str | None = None
         self._reopens = False
-        self._num_rows = 0  # logged so far
+        self._in_fit = False  # else what is logged stays where a fit is resumed
+        self._num_rows = 0  # logged so far in fits
         self._num_valid_rows: int | None = None  # as the checkpoint says that is resumed
         self._num_valid_steps: int | None = None  # W&B's own count of rows, as the checkpoint says
         self._last_valid_step: int | None = None  # rows of later optimizer steps are to be dropped
@@ -94,7 +98,7 @@ class WandbLogger(RunLogger):
         super().setup(trainer, module, stage)
         # The next run may be in another folder; a checkpoint that it resumes is loaded later.
         self._run_id = self._old_dir = self._num_valid_rows = self._num_valid_steps = self._last_valid_step = None
-        self._num_rows = 0
+        self._num_rows, self._in_fit = 0, stage == "fit"
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # Nothing is opened here: only what the Trainer calls behind its error boundary does.
@@ -109,14 +113,15 @@ class WandbLogger(RunLogger):
             self._log({key: text}, step)
 
     def finalize(self, status: str) -> None:
+        self._in_fit = False
         self.save()
         self._close(EXIT_CODES[status])
 
     def _log(self, values: dict[str, Any], step: int | None) -> None:
         folder = self._folder()
         run, row = self._open(), {STEP: self._at(step)} | values
-        self._journal(folder).append(row)
-        self._num_rows += 1
+        self._journal(folder).append(row if self._in_fit else row | {OUTSIDE: True})
+        self._num_rows += self._in_fit
         self._hand_over(run, row)
 
     def _hand_over(self, run: Any, row: dict[str, Any]) -> None:
@@ -137,7 +142,7 @@ class WandbLogger(RunLogger):
             rows = self._valid_rows()
             self._is_users = self.module == "wandb" and module.run is not None
             with restored_rng():
-                self._run = module.run if self._is_users else self._begin(module)
+                self._run = module.run if self._is_users else self._begin(module, bool(rows))
             if self.module == "wandb":
                 self._run.define_metric(STEP)
                 self._run.define_metric("*", step_metric=STEP, step_sync=True)
@@ -158,14 +163,20 @@ class WandbLogger(RunLogger):
         same."""
         folder = self.log_dir or ""
         found, rows = self._journal(self._old_dir or folder).read()
-        last = self._last_valid_step
-        rows = [row for row in rows if last is None or row[STEP] <= last][: self._num_valid_rows]
+        last, valid = self._last_valid_step, list[dict[str, Any]]()
+        self._num_rows = 0
+        for row in rows:
+            is_own = OUTSIDE not in row
+            if is_own and ((last is not None and row[STEP] > last) or self._num_rows == self._num_valid_rows):
+                continue
+            self._num_rows += is_own
+            valid.append(row)
         self._run_id = self.id or self._run_id or found or secrets.token_hex(4)
-        self._journal(folder).write(self._run_id, rows)
-        self._num_rows, self._num_valid_rows, self._last_valid_step = len(rows), None, None
-        return rows
+        self._journal(folder).write(self._run_id, valid)
+        self._num_valid_rows = self._last_valid_step = None
+        return [{key: value for key, value in row.items() if key != OUTSIDE} for row in valid]
 
-    def _begin(self, module: Any) -> Any:
+    def _begin(self, module: Any, again: bool) -> Any:
         folder = self.log_dir or ""
         options: dict[str, Any] = {
             "project": self.project or os.path.basename(os.path.dirname(folder)),
@@ -173,7 +184,7 @@ class WandbLogger(RunLogger):
         } | self.options
         if self.module != "wandb":
             options["name"] = f"{options['name']}-{self._run_id}"
-            if self._num_rows:
+            if again:
                 _remove_run(module, options["project"], f"-{self._run_id}")
             return module.init(**options, config=dict(self._hparams))
         options = {"dir": folder, "id": self._run_id, "settings": module.Settings(console="off")} | options

@@ -324,6 +324,8 @@ def test_a_drop_in_gets_steps_and_a_resumed_run_replaces_its_own(
     name = f"v-{state['id']}"
     assert service.calls[0] == ("init", {"project": "n", "name": name, "config": {"lr": 0.1}})
     assert service.calls[2] == ("log", {"loss": 1.0}, {"step": 4})
+    logger.log_metrics({"test": 3.0}, step=5)  # as of a test between two fits, which a resumed one keeps
+    logger.finalize("success")
 
     service.calls.clear()
     service.stored = [
@@ -336,6 +338,7 @@ def test_a_drop_in_gets_steps_and_a_resumed_run_replaces_its_own(
     assert [call[:2] for call in service.calls if call[0] != "init"] == [
         ("delete", name),
         ("log", {"loss": 1.0}),
+        ("log", {"test": 3.0}),
         ("log", {"loss": 2.0}),
     ]
 
