@@ -134,6 +134,8 @@ class CSVLogger(RunLogger):
         """Write the valid rows of the file, then `rows`, with the columns of all, as one rename."""
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         last_valid, whole = self._last_valid_step, list[dict[str | Any, Any]]()
+        if last_valid == 0 and self._num_valid_rows is None:
+            last_valid = -1  # what is there is of a fit that begins again, which logs its step 0 again too
         if os.path.exists(self.path):
             with open(self.path, newline="", encoding="utf-8") as file:
                 whole = list(filter(_is_whole, csv.DictReader(file)))

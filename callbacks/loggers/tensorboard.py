@@ -228,8 +228,9 @@ class TensorBoardLogger(RunLogger):
             )
             file_writer: Any = self._writer.file_writer
             file_writer.event_writer = _EventFile(file_writer.event_writer)
-            if self._saved is not None and self._purge_step is not None:
-                self._event_file(self._writer).skip_known(folder, *self._saved, self._purge_step - 1)
+            saved = ("", 0) if self._saved is None and self._purge_step == 1 else self._saved  # it begins again
+            if saved is not None and self._purge_step is not None:
+                self._event_file(self._writer).skip_known(folder, *saved, self._purge_step - 1)
             self._purge_step = None
         return self._writer
 

@@ -164,6 +164,8 @@ class WandbLogger(RunLogger):
         folder = self.log_dir or ""
         found, rows = self._journal(self._old_dir or folder).read()
         last, valid = self._last_valid_step, list[dict[str, Any]]()
+        if last == 0 and self._num_valid_rows is None:
+            last = -1  # what is there is of a fit that begins again, which logs its step 0 again too
         self._num_rows = 0
         for row in rows:
             is_own = OUTSIDE not in row

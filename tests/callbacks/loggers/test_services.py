@@ -354,3 +354,19 @@ def test_a_service_that_fails_costs_one_warning(monkeypatch: pytest.MonkeyPatch,
     with pytest.warns(RuntimeWarning, match="WandbLogger stops logging, training continues: RuntimeError: no key") as w:
         trainer.fit(Watched(), loader())
     assert len(w) == 1 and trainer.global_step == 7 and os.path.isdir(trainer.log_dir or "")
+
+
+def test_a_fit_that_begins_again_in_its_folder_has_its_first_step_once(tmp_path: Path, service: _Service) -> None:
+    """As where a rank dies before there is a checkpoint."""
+    for kind in (CSVLogger, TensorBoardLogger, WandbLogger):
+        for _ in range(3):
+            logger = begun(kind(), tmp_path)
+            logger.log_metrics({"rate": 0.5}, step=0)
+            logger.log_metrics({"rate": 0.5}, step=1)
+            logger.save()
+            if kind is TensorBoardLogger:
+                logger.experiment.flush()
+        logger.finalize("success")
+    assert of_csv(tmp_path / "metrics.csv")["rate"] == of_tensorboard(tmp_path)["rate"] == [(0, 0.5), (1, 0.5)]
+    _, *rows = map(json.loads, (tmp_path / "wandb_rows.jsonl").read_text().splitlines())
+    assert rows == [{"trainer/global_step": step, "rate": 0.5} for step in (0, 1)]
