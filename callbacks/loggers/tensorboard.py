@@ -7,11 +7,13 @@ import importlib.util
 import io
 import os
 import re
+import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -222,10 +224,9 @@ class TensorBoardLogger(RunLogger):
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise ImportError(MISSING) from error
-            _wait_for_a_later_name(folder)
-            self._writer = SummaryWriter(
-                folder, purge_step=self._purge_step, max_queue=1000, flush_secs=self.flush_secs - self._hold_s
-            )
+            options: Any = {"max_queue": 1000, "flush_secs": self.flush_secs - self._hold_s}
+            with _named_later(folder):
+                self._writer = SummaryWriter(folder, purge_step=self._purge_step, **options)
             file_writer: Any = self._writer.file_writer
             file_writer.event_writer = _EventFile(file_writer.event_writer)
             saved = ("", 0) if self._saved is None and self._purge_step == 1 else self._saved  # it begins again
@@ -339,10 +340,19 @@ class _EventFile:
             warnings.warn(f"TensorBoardLogger stops logging, training continues: {error}", RuntimeWarning, stacklevel=2)
 
 
-def _wait_for_a_later_name(folder: str) -> None:
-    """TensorBoard reads event files by name, which begins with a second and continues with a process id: of a run that
-    was started again within a second, the later file might be read first."""
-    files = os.listdir(folder) if os.path.isdir(folder) else []
+@contextlib.contextmanager
+def _named_later(folder: str) -> Iterator[None]:
+    """Let the event file that is opened have a name behind those in `folder`: TensorBoard reads them by name, which
+    begins with a second, and the run may be started again within a second, or by a clock that is behind."""
+    from tensorboard.summary.writer import event_file_writer
+
+    files, me = os.listdir(folder) if os.path.isdir(folder) else [], threading.get_ident()
     seconds = [int(found[1]) for name in files if (found := re.match(r"events\.out\.tfevents\.(\d+)\.", name))]
-    while seconds and int(time.time()) == max(seconds):
-        time.sleep(0.02)
+    first = max(seconds, default=-1) + 1
+    event_file_writer.time = SimpleNamespace(  # the thread that writes flushes by the true time
+        time=lambda: max(time.time(), first) if threading.get_ident() == me else time.time()
+    )
+    try:
+        yield
+    finally:
+        event_file_writer.time = time

@@ -139,6 +139,21 @@ def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
     killed.finalize("failed")
 
 
+def test_a_run_that_is_resumed_by_a_clock_that_is_behind_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard reads event files by their names, which begin with the time."""
+    clock, behind = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: clock() - behind[0])
+    for start in (0, 10, 20):
+        logger, _ = begun(tmp_path, global_step=start)
+        for step in (start + 10, start + 20):
+            logger.log_metrics({"loss": float(start)}, step=step)
+        logger.finalize("failed")
+        behind[0] += 3600
+    assert points(tmp_path, "loss") == [(10, 0.0), (20, 10.0), (30, 20.0), (40, 20.0)]
+
+
 def test_what_a_killed_run_logged_at_the_step_of_its_checkpoint_is_shown_once(tmp_path: Path) -> None:
     def log_end_of_epoch(logger: TensorBoardLogger) -> None:
         logger.log_metrics({"val": 0.5, "epoch": 0}, step=4)
