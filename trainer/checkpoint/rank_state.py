@@ -124,9 +124,10 @@ def _restore_attributes(
     within = run.progress.batches_seen and not run.progress.epoch_closed
     if lost and run.is_global_zero and (within or len(saved) != run.world_size):
         _log.warning(
-            f"the checkpoint does not hold these attributes, which hooks or steps had changed in the module: "
-            f"{', '.join(sorted(lost)[:10])}; they begin as they are built, and on_train_epoch_start is not called "
-            "within an epoch: save them in on_save_checkpoint and take them up in on_load_checkpoint if they matter"
+            "the checkpoint does not hold these attributes of the module or callbacks, which hooks or steps had "
+            f"changed: {', '.join(sorted(lost)[:10])}; they begin as they are built, and on_train_epoch_start is not "
+            "called within an epoch: save them in on_save_checkpoint and take them up in on_load_checkpoint if they "
+            "matter"
         )
 
 

@@ -44,12 +44,14 @@ _OTHERS = (nn.Module, Callback, Dataset, DataLoader, Sampler, type)
 
 class Changes:
     """What user code has changed since a fit was set up in the attributes of the module, of layers of its own classes,
-    and of other objects of such classes that these hold: numbers, strings, tensors, arrays, generators, small
+    of callbacks of users' classes that save no state by themselves, and of
+    other objects of such classes that these hold: numbers, strings, tensors, arrays, generators, small
     containers of them, and optimizers and schedulers that are not the run's, which are saved, and other objects, which
     are not."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, callbacks: Iterable[Callback] = ()) -> None:
         self._module = module
+        self._callbacks = {f"callbacks.{each.state_key}": each for each in callbacks if _has_no_state(each)}
         self._of_run: list[Any] = []
         """The run's optimizers and schedulers, which are saved by themselves."""
         self._at_start = self._marks()
@@ -79,7 +81,7 @@ class Changes:
         """Called once `on_train_start` has been, which every run calls. What it has left as when the run was new is
         again what the run that is resumed had made of it."""
         self._of_run += of_run
-        owners = dict(_owners(self._module))
+        owners = dict(self._owners())
         self._had = {
             path: {n for n, value in vars(owner).items() if value is not None} for path, owner in owners.items()
         }
@@ -123,7 +125,7 @@ class Changes:
                 on_device.append(_shown(path, name))
             values.setdefault(path, {})[name] = encoded(value)
         lost += [_shown(path, name) for path in apart for name in values.pop(path, ())]
-        owners = dict(_owners(self._module))
+        owners = dict(self._owners())
         lost += [_shown(path, name) for path, owner in owners.items() for name in _iterators(owner)]
         state = {"values": values, "lost": lost, "on_device": on_device} if values or lost else {}
         begun = {
@@ -135,7 +137,7 @@ class Changes:
 
     def load_state_dict(self, state: Mapping[str, Any], device: Any) -> None:
         """Take up the values of a run that is continued, but for what a hook has taken up already."""
-        owners = dict(_owners(self._module))
+        owners = dict(self._owners())
         self._begun, self._resumed = state.get("begun", {}), {}
         for path, values in state.get("values", {}).items():
             for name, value in values.items():
@@ -175,6 +177,13 @@ class Changes:
                 elif name not in before or before[name] == (type(None), None):  # a copy would not follow the weights
                     yield path, owner, name, value, (None, id(value))
 
+    def _owners(self) -> Iterator[tuple[str, Any]]:
+        """By name all whose attributes are saved."""
+        seen = set[int]()
+        for path, owner in (*_layers(self._module), *self._callbacks.items()):
+            yield path, owner
+            yield from _objects(owner, path, _DEPTH, seen)
+
     def _marks(self) -> dict[str, _Marks]:
         known = set(map(id, self._of_run))
         return {
@@ -187,7 +196,7 @@ class Changes:
                     if id(value) not in known and (name != _HPARAMS or value)
                 },
             )
-            for path, owner in _owners(self._module)
+            for path, owner in self._owners()
         }
 
 
@@ -235,13 +244,15 @@ def _iterators(owner: Any) -> Iterator[str]:
             yield name
 
 
-def _owners(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers of users' classes, and the objects of such classes that they hold, by name."""
-    seen = set[int]()
+def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, layer in module.named_modules():
         if is_of_user(layer) and not hasattr(layer, "metric_state"):  # metrics are saved by themselves
             yield path, layer
-            yield from _objects(layer, path, _DEPTH, seen)
+
+
+def _has_no_state(callback: Callback) -> bool:
+    kind: Any = type(callback)
+    return kind.state_dict is Callback.state_dict and _is_of_users_code(kind)
 
 
 def _objects(owner: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:

@@ -95,7 +95,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         loader, limit, num_batches = train_loader(run, module, source)
         val_loaders = _val_loaders(run, module, sources, source)
     checks.trainable(run, module)
-    run.attributes = Changes(module)
+    run.attributes = Changes(module, run.callbacks)
     if checkpoint is not None:
         snapshot.load_extra(run, checkpoint)
     held_parameters.set_up(run, module)

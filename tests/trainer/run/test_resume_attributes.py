@@ -320,6 +320,38 @@ def test_whatever_a_step_keeps_the_run_is_saved_and_continues(tmp_path: Path, ki
         assert equal(weights(fit(tmp_path / step, kind)), weights(whole)), step
 
 
+class Plateau(Callback):
+    """Lowers the learning rate by what it counts, of which the start of a run begins a part."""
+
+    def __init__(self, factor: float = 0.9) -> None:
+        self.factor, self.calls, self.meter = factor, 0, Meter()
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.level = 0.0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.calls, self.level = self.calls + 1, self.level + self.meter.add(0.01)
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.1 * self.factor**self.calls + 0.01 * self.level
+
+
+class PlateauWithState(Plateau):
+    """Says itself what is saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+
+def test_attributes_of_a_callback_continue_unless_it_saves_its_state(tmp_path: Path) -> None:
+    whole = fit(callbacks=[Plateau(), Save(tmp_path)])
+    for step in ("2", "4"):
+        assert equal(weights(fit(tmp_path / step, callbacks=[Plateau()])), weights(whole)), step
+    fit(callbacks=[PlateauWithState(), Save(tmp_path)])
+    callback = PlateauWithState()
+    fit(tmp_path / "4", callbacks=[callback])
+    assert callback.calls == 9 - 4
+
+
 class ChangesOnce(Net):
     scale = 1.0
 
