@@ -61,7 +61,9 @@ class LossScaler(torch.amp.GradScaler):
         self._skipped: Callable[[], str | None] | None = None
         self._steps_on_host = self._cut = False
         self._unseen: set[int] = set()
-        """By `id` the parameters that had no gradient, and have got none from a backward of a scaled loss since."""
+        """By `id` the parameters without a gradient from a backward of a scaled loss, as a step has begun or since."""
+        self._reached: set[int] = set()
+        """Those to which such a backward has come within the step: what the step keeps of it has the scale."""
 
     def watch(
         self,
@@ -138,14 +140,19 @@ class LossScaler(torch.amp.GradScaler):
     def _all_parameters(self) -> Iterable[nn.Parameter]:
         return dict.fromkeys([*self._parameters, *chain(*map(_stepped, self._optimizers))])
 
+    def begin_step(self) -> None:
+        """A step of the user's begins."""
+        self._reached.clear()
+        self.note_dropped()
+
     def note_dropped(self) -> None:
-        """A step of the user's begins, or has dropped gradients."""
-        self._unseen |= {id(p) for p in self._parameters if p.grad is None}
+        """The step has dropped gradients."""
+        self._unseen |= {id(p) for p in self._parameters if p.grad is None} - self._reached
 
     def note_backward(self) -> None:
         """A backward of a scaled loss has ended."""
-        if self._unseen:
-            self._unseen -= {id(p) for p in self._parameters if p.grad is not None}
+        self._reached |= {id(p) for p in self._parameters if p.grad is not None}
+        self._unseen -= self._reached
 
     def _found_in(self, optimizer: Optimizer) -> Tensor:
         """1 where a gradient of `optimizer` was not finite as it lost its scale, else 0."""

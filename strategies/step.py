@@ -129,7 +129,7 @@ class SPMDStep(ManualOptimization[W]):
         self._refuse("manual_optimization")
         if self.precision.scaler is not None:
             self.precision.scaler.end_step()
-            self.precision.scaler.note_dropped()
+            self.precision.scaler.begin_step()
         if self.sees_whole_gradients and self._changes is not None:
             self._parameter_hooks.put_back(self._changes.parameters.items())  # each backward is a plain one
         step_fn = once_a_sample(step_fn, self.topology)

@@ -23,10 +23,8 @@ from lockstep.strategies.sync.contents import generator_content, generator_of, g
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray}
 _CONTAINERS = {list, tuple, set, frozenset, deque}
 _MAPPINGS = {dict, OrderedDict, defaultdict, Counter}
-NOT_OF_USERS = frozenset(vars(nn.Module())) | {"_trainer", "_module", "_toggled", "trainer"}
-
-_HPARAMS = "_hparams"
-"""Made, with nothing in it, when `hparams` is first read, as the first save does."""
+_LEAD_BACK = frozenset({"_trainer", "_module", "_toggled", "trainer"})
+NOT_OF_USERS = frozenset(vars(nn.Module())) | _LEAD_BACK
 
 
 def own_data(owner: Any) -> dict[str, Any]:
@@ -62,10 +60,11 @@ def _is_data(value: Any) -> bool:
 _SAVED = (type(None), bool, int, float, str)
 _KEPT = (list, tuple, dict, deque, set, frozenset)
 """Containers that are saved, of values that are."""
-_STATEFUL = (Optimizer, LRScheduler, torch.amp.GradScaler)
+STATEFUL = (Optimizer, LRScheduler, torch.amp.GradScaler)
 """Objects that are saved by their `state_dict`."""
 _MOST_BYTES, MOST_ITEMS, _MOST_BITS = 2**26, 2**14, 4000
 """Larger tensors, arrays, containers and integers are not saved beside the weights."""
+_FEW_BYTES = 2**20
 
 
 Mark = tuple[Any, Any]
@@ -86,8 +85,8 @@ def mark_of(value: Any, most: int) -> Mark:
             return None, id(value)
         fits = value.dtype.kind in "biufc" and value.dtype.itemsize <= 16 and value.nbytes <= _MOST_BYTES
         return (kind, (value.dtype, value.shape, hash(value.tobytes()))) if fits else (None, id(value))
-    if issubclass(kind, _STATEFUL):
-        return mark_of(value.state_dict(), most)
+    if issubclass(kind, STATEFUL):
+        return _mark_of_state(value)
     if kind in generators():
         return None if generator_content(value) is None else kind, generator_state(value)
     if kind in _KEPT and len(value) <= most:
@@ -95,6 +94,14 @@ def mark_of(value: Any, most: int) -> Mark:
         marks = tuple(mark_of(item, most // (len(value) + 1)) for item in items)  # of bounded depth
         return (kind if _fits(value, marks) else None), marks
     return None, len(value) if isinstance(value, list | deque | dict | set) else id(value)
+
+
+def _mark_of_state(value: Any) -> Mark:
+    try:
+        marks = tuple(mark_of(leaf, 0) for leaf in tree_leaves(value.state_dict()))
+    except Exception:  # the user's own class, which may refuse
+        return None, id(value)
+    return (None if any(mark[0] is None for mark in marks) else type(value)), marks
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -113,10 +120,12 @@ def _storage(tensor: Tensor) -> int | None:
 def _fits(container: Any, marks: Iterable[Mark]) -> bool:
     """Whether a container can be saved: numbers of numpy would be those of Python there, generators, deques and sets
     are not in others, and tensors all on one device."""
-    kinds, alone = [mark[0] for mark in marks], (np.generic, *generators(), deque, set, frozenset)
+    kinds, alone = [mark[0] for mark in marks], (np.generic, *generators(), *STATEFUL, deque, set, frozenset)
     if None in kinds or any(isinstance(kind, type) and issubclass(kind, alone) for kind in kinds):
         return False
     if type(container) is dict and any(type(key) not in _SAVED for key in container):
+        return False
+    if isinstance(container, set | frozenset) and any(isinstance(item, Tensor) for item in container):
         return False
     tensors = tensors_in(container)
     return len({tensor.device.type for tensor in tensors}) < 2 and sum(t.nbytes for t in tensors) <= _MOST_BYTES
@@ -131,7 +140,8 @@ def is_same(before: Mark, now: Mark) -> bool:
         return before[0]() is now[0]() and before[1] == now[1]
     if before[0] != now[0]:
         return False
-    if now[0] in (None, *_KEPT) and isinstance(before[1], tuple) and isinstance(now[1], tuple):
+    holds_marks = now[0] in (None, *_KEPT) or issubclass(now[0], STATEFUL)
+    if holds_marks and isinstance(before[1], tuple) and isinstance(now[1], tuple):
         return len(before[1]) == len(now[1]) and all(map(is_same, before[1], now[1]))
     return bool(before[1] == now[1]) or (before[1] != before[1] and now[1] != now[1])
 
@@ -152,7 +162,7 @@ _STATE, _GENERATOR, _ITEMS = "__state__", "__generator__", "__items__"
 def encoded(value: Any) -> Any:
     if isinstance(value, np.generic):
         return np.asarray(value)
-    if issubclass(type(value), _STATEFUL):
+    if issubclass(type(value), STATEFUL):
         return {_STATE: tree_map_only(Tensor, Tensor.detach, value.state_dict())}
     if isinstance(value, generators()):
         return {_GENERATOR: generator_content(value)}
@@ -176,7 +186,7 @@ def take(layer: Any, name: str, value: Any) -> None:
     elif isinstance(value, dict) and _GENERATOR in value:
         vars(layer)[name] = generator_of(value[_GENERATOR], now)
     elif isinstance(value, dict) and _STATE in value:
-        if issubclass(type(now), _STATEFUL):
+        if issubclass(type(now), STATEFUL):
             now.load_state_dict(copy.deepcopy(value[_STATE]))
     elif isinstance(value, dict) and _ITEMS in value:
         items = value[_ITEMS]
@@ -190,9 +200,20 @@ def moved(value: Any, device: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
+def is_small(value: Any) -> bool:
+    """Whether a copy of it costs nothing."""
+    held = tensors_in(value) if isinstance(value, (*_KEPT, Tensor)) else [value]
+    return sum(getattr(each, "nbytes", 0) for each in held) <= _FEW_BYTES
+
+
+def not_of_users(owner: Any) -> frozenset[str]:
+    """The attributes that are not the user's: of other objects than modules and callbacks only those that lead back."""
+    return NOT_OF_USERS if isinstance(owner, nn.Module) else _LEAD_BACK
+
+
 def is_free(layer: Any, name: str) -> bool:
     """Whether a value may be set there: a class has no method or property of the name."""
-    return name.isidentifier() and name not in NOT_OF_USERS and _is_data(getattr(type(layer), name, None))
+    return name.isidentifier() and name not in not_of_users(layer) and _is_data(getattr(type(layer), name, None))
 
 
 def _is_like(now: Tensor, value: Tensor) -> bool:

@@ -79,10 +79,13 @@ class CSVLogger(RunLogger):
         self._num_rows = rows + len(self._rows)
         self._outside |= {*range(rows, self._num_rows)}
 
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        super().setup(trainer, module, stage)
+        self._in_fit = stage == "fit"
+
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # The disk is touched only by what the Trainer calls behind its error boundary.
-        self._last_valid_step, self._in_fit = trainer.global_step, True
-        self._columns = None
+        self._last_valid_step, self._columns = trainer.global_step, None
 
     def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
         self.save()  # a run that resumes from it does not log those rows again

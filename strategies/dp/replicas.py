@@ -69,8 +69,9 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
 def refuse_returned(output: Any, parameters: list[nn.Parameter]) -> None:
     """Raise RuntimeError for a weight of a replica, or a view of one, in what its step has returned beside the loss: it
     would not follow the weight through the optimizer's step, as on one device."""
-    held = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    if any(t.layout is torch.strided and t.untyped_storage().data_ptr() in held for t in tensors_of(output)):
+    returned = [tensor for tensor in tensors_of(output) if tensor.layout is torch.strided and tensor.numel()]
+    held = {parameter.untyped_storage().data_ptr() for parameter in parameters if returned and parameter.numel()}
+    if any(tensor.untyped_storage().data_ptr() in held for tensor in returned):
         raise RuntimeError(
             "training_step returned a weight, or a view of one (.data, .detach() or a part), and strategy 'dp' joins "
             "what slices return, so that it would not follow the weight; read the weight in the hook, or return a copy "

@@ -79,7 +79,7 @@ def generator_of(content: Mapping[str, Any], now: Any) -> Any:
         found.bit_generator.state = state
     else:
         is_other = type(now) is torch.Generator and now.device.type != kind
-        if is_other or (kind != "cpu" and not torch.cuda.is_available()):
+        if is_other or (kind == "cuda" and not torch.cuda.is_available()):
             return now  # the run draws on another device than it did
         found = now if type(now) is torch.Generator else torch.Generator(kind)
         found.set_state(state.to(torch.uint8).cpu())

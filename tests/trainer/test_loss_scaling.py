@@ -336,3 +336,27 @@ def test_gradients_that_are_written_without_the_scale_are_refused(
     module.first = first
     with pytest.raises(RuntimeError, match=r"has written that of a parameter of shape .* without the scale"):
         quiet(strategy=strategy, accelerator="cpu", precision="16-mixed").fit(module, loader(48, 8))
+
+
+class AddsProjected(NeverZeroed):
+    """Keeps the gradients of two losses apart, and writes back what it makes of them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        often, own, kept = self.optimizers()[0], [*self.often.parameters()], list[list[Tensor]]()
+        for factor in (0.5, 2.0):
+            often.zero_grad()
+            self.manual_backward(self.loss(self.often, batch) * factor)
+            kept.append([p.grad.clone() for p in own if p.grad is not None])
+        often.zero_grad()
+        for parameter, one, other in zip(own, *kept, strict=True):
+            parameter.grad = one + other
+        often.step()
+
+
+def test_scaled_gradients_that_a_step_writes_back_are_stepped_with() -> None:
+    found = []
+    for scales in (True, False):
+        module = AddsProjected(scales)
+        quiet(accelerator="cpu", precision="16-mixed" if scales else "32-true").fit(module, loader(48, 8))
+        found.append(weights(module))
+    assert equal(*found)

@@ -31,7 +31,9 @@ _log = logging.getLogger("lockstep")
 
 def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict[str, Any]:
     """What each rank holds for itself, as JSON; its tensors go to `tensors`."""
-    streams, metrics = run.paused or (rng_state(run.streams), run.metrics)  # a validation has others of its own
+    aside = None if run.start_hooks is None else run.start_hooks.aside
+    # a validation has others of its own
+    streams, metrics = run.paused or (rng_state(run.streams) if aside is None else aside, run.metrics)
     topology, sums = run.strategy.topology, metrics.state_dict()
     folder = f"ranks/{topology.rank}"
     kept = pack(kept_tensors(module), f"{folder}/kept", tensors)
@@ -46,7 +48,7 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
             for name, trained in resume.trainability(module).items()
             if trained != run.trainable_at_start.get(name, trained)
         },
-        **({} if run.start_hooks is None else {"start_hooks": run.start_hooks.state_dict()}),
+        **({} if run.start_hooks is None else {"start_hooks": run.start_hooks.state_dict(run, module)}),
         "rng": pack(streams, f"{folder}/rng", tensors),
         "sums": sums,
         "samples": metrics.samples,

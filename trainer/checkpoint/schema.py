@@ -254,12 +254,8 @@ def _are_changes(value: Any) -> bool:
 
 
 def _are_start_hooks(value: Any) -> bool:
-    return value == {} or (
-        isinstance(value, dict)
-        and _is_list(value.get("written"), _is_str)
-        and _is_list(
-            value.get("set"), lambda item: isinstance(item, list) and len(item) == 2 and _is_list(item[0], _is_str)
-        )
+    return isinstance(value, dict) and _is_list(
+        value.get("left", []), lambda item: isinstance(item, list) and len(item) == 2 and _is_list(item[0], _is_str)
     )
 
 

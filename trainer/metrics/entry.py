@@ -236,8 +236,9 @@ def of_two_kinds(name: str) -> ValueError:
 
 def added_by_rank(name: str) -> ValueError:
     return ValueError(
-        f"self.log({name!r}, reduce_fx='sum') was called where a rank has all of its shares in common, as at the end "
-        "of a step or an epoch, so that each rank would add to it; log it in the step or the batch hooks, or its mean"
+        f"self.log({name!r}, reduce_fx='sum') was called where a rank has all of its shares or learners in common, as "
+        "at the end of a step or an epoch, so that it would depend on the number of ranks, which each add to it; "
+        "log it in the step or the batch hooks, or its mean"
     )
 
 

@@ -18,8 +18,8 @@ from lockstep.strategies.launch.failure import libraries
 from lockstep.strategies.modules.blocks import is_of_user
 from lockstep.trainer.kept_values import (
     MOST_ITEMS,
-    NOT_OF_USERS,
     NOTHING,
+    STATEFUL,
     Mark,
     copied,
     encoded,
@@ -27,8 +27,10 @@ from lockstep.trainer.kept_values import (
     is_free,
     is_same,
     is_savable,
+    is_small,
     mark_of,
     moved,
+    not_of_users,
     storages,
     take,
     tensors_in,
@@ -38,7 +40,7 @@ _HPARAMS = "_hparams"
 """Made, with nothing in it, when `hparams` is first read, as the first save does."""
 _DEPTH, _MANY, _MOST = 3, 64, 1000
 """How deep objects within objects are searched, the most items of a list or dict that are, and the most objects."""
-_OTHERS = (nn.Module, Callback, Dataset, DataLoader, Sampler, type)
+_OTHERS = (nn.Module, Callback, Dataset, DataLoader, Sampler, type, *STATEFUL)
 """Objects that are saved otherwise, or make what a run reads."""
 
 
@@ -60,9 +62,11 @@ class Changes:
         self._by_hook: set[tuple[str, str]] = set()
         """What `on_load_checkpoint` has taken up."""
         self._begun: dict[str, dict[str, Any]] = {}
-        """By owner and name the values that hooks of the start have left as the run was new."""
-        self._resumed: dict[str, dict[str, Any]] | None = None
-        """Of those, and of owners that these hooks make, what the run that is resumed has; None in a new run."""
+        """By owner and name the values that hooks of the start have left; before they are called, those that they had
+        left in the run that is resumed, and that it has changed since."""
+        self._begun_marks: dict[str, _Marks] = {}
+        self._resumed: dict[str, dict[str, Any]] = {}
+        """Of those, and of owners that these hooks make, what the run that is resumed has."""
 
     def note_loaded(self) -> None:
         """Called once `on_load_checkpoint` has been."""
@@ -77,36 +81,42 @@ class Changes:
             if path in self._at_start:
                 self._at_start[path].marks.pop(name, None)
 
-    def note_begun(self, of_run: Iterable[Any]) -> None:
-        """Called once `on_train_start` has been, which every run calls. What it has left as when the run was new is
-        again what the run that is resumed had made of it."""
+    def note_begun(self, of_run: Iterable[Any], has_hooks: bool) -> None:
+        """Called once `on_train_start` has been, which every run calls. What hooks of the start have left, if there are
+        any, as when the run was new is again what the run that is resumed had made of it."""
         self._of_run += of_run
-        owners = dict(self._owners())
+        marks, owners = self._marks(), dict(self._owners())
         self._had = {
             path: {n for n, value in vars(owner).items() if value is not None} for path, owner in owners.items()
         }
-        made = {path: begun for path, begun in self._marks().items() if path not in self._at_start}
-        for begun in made.values():
-            for parent in self._at_start.values():
-                for name, value in vars(parent.owner).items():
-                    if value is begun.owner:
-                        parent.marks[name] = mark_of(value, MOST_ITEMS)
-        self._at_start |= made
-        if self._resumed is None:
-            for path, _, name, value, mark in self._changed():
-                if is_savable(mark):
-                    self._begun.setdefault(path, {})[name] = copied(value)
-            return
+        made = {path: found for path, found in marks.items() if not self._is_known(path, found.owner)}
+        for parent in self._at_start.values():
+            for name, value in vars(parent.owner).items():
+                if any(found.owner is part for found in made.values() for part in _parts(value)):
+                    parent.marks[name] = mark_of(value, MOST_ITEMS)
+        known, self._at_start = self._at_start, self._at_start | made
+        before, self._begun, self._begun_marks = self._begun, self._left(marks) if has_hooks else {}, marks
         for path, values in self._resumed.items():
             for name, value in values.items() if path in owners else ():
-                now, begun_with = vars(owners[path]).get(name), self._begun.get(path, {}).pop(name, NOTHING)
-                if not is_savable(mark_of(now, MOST_ITEMS)):
-                    continue
-                if path not in made:
-                    self._begun[path][name] = copied(now)
-                if path in made or is_equal(self._begun[path][name], begun_with):
+                left = self._begun.get(path, {}).get(name, NOTHING)
+                if path not in known or (name in before.get(path, ()) and is_equal(left, before[path][name])):
                     take(owners[path], name, value)
         self._resumed = {}
+
+    def _is_known(self, path: str, owner: Any) -> bool:
+        return path in self._at_start and self._at_start[path].owner is owner
+
+    def _left(self, marks: Mapping[str, _Marks]) -> dict[str, dict[str, Any]]:
+        """Copies of what may be found changed later; of what is large only if hooks may have made it."""
+        weights = storages((*self._module.parameters(), *self._module.buffers()))
+        left: dict[str, dict[str, Any]] = {}
+        for path, (owner, own) in marks.items():
+            for name, mark in own.items():
+                value = vars(owner)[name]
+                is_new = not is_same(self._at_start[path].marks.get(name, NOTHING), mark)
+                if is_savable(mark) and (is_new or is_small(value)) and weights.isdisjoint(storages(tensors_in(value))):
+                    left.setdefault(path, {})[name] = copied(value)
+        return left
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved by owner and name; the names of what is not; and which tensors are on the model's device.
@@ -126,14 +136,25 @@ class Changes:
             values.setdefault(path, {})[name] = encoded(value)
         lost += [_shown(path, name) for path in apart for name in values.pop(path, ())]
         owners = dict(self._owners())
-        lost += [_shown(path, name) for path, owner in owners.items() for name in _iterators(owner)]
-        state = {"values": values, "lost": lost, "on_device": on_device} if values or lost else {}
-        begun = {
-            path: found
-            for path, values in self._begun.items()
-            if path in owners and path not in apart and (found := _changed_since(values, vars(owners[path])))
+        known = set(map(id, (*owners.values(), *self._of_run)))
+        lost += [_shown(path, name) for path, owner in owners.items() for name in _iterators(owner, known)]
+        marks = self._marks() if self._begun else {}
+        begun = {path: found for path in self._begun if path not in apart and (found := self._since_begun(path, marks))}
+        if not (values or lost or begun):
+            return {}
+        return {"values": values, "lost": [*dict.fromkeys(lost)], "on_device": on_device, "begun": begun}
+
+    def _since_begun(self, path: str, marks: Mapping[str, _Marks]) -> dict[str, Any]:
+        """What hooks of the start have left in an owner and is no longer so."""
+        found, before = marks.get(path), self._begun_marks[path].marks
+        if found is None:
+            return {}
+        return {
+            name: value
+            for name, value in self._begun[path].items()
+            if is_savable(mark := found.marks.get(name, (None, None))) and not is_same(before[name], mark)
+            if not is_equal(copied(vars(found.owner)[name]), value)
         }
-        return {"values": values, "lost": lost, "on_device": on_device, "begun": begun} if begun else state
 
     def load_state_dict(self, state: Mapping[str, Any], device: Any) -> None:
         """Take up the values of a run that is continued, but for what a hook has taken up already."""
@@ -192,8 +213,8 @@ class Changes:
                 {
                     name: mark_of(value, MOST_ITEMS)
                     for name, value in vars(owner).items()
-                    if name not in NOT_OF_USERS and name.isidentifier() and not isinstance(value, nn.Module)
-                    if id(value) not in known and (name != _HPARAMS or value)
+                    if name not in not_of_users(owner) and name.isidentifier() and not isinstance(value, nn.Module)
+                    if (name != _HPARAMS or value) and not known.issuperset(map(id, _parts(value)))
                 },
             )
             for path, owner in self._owners()
@@ -205,19 +226,18 @@ class _Marks(NamedTuple):
     marks: dict[str, Mark]
 
 
-def _changed_since(values: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in values.items()
-        if name in now and is_savable(mark_of(now[name], MOST_ITEMS)) and not is_equal(copied(now[name]), value)
-    }
+def _parts(value: Any) -> list[Any]:
+    """What a small container holds; of anything else itself."""
+    if isinstance(value, list | tuple | dict) and 0 < len(value) <= _MANY:
+        return [*value.values()] if isinstance(value, dict) else [*value]
+    return [value]
 
 
 def alike(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Of the states of several ranks what those that have it agree on; what they do not is lost."""
     lost = {name for state in states for name in state.get("lost", [])}
     values = _agreed([state.get("values", {}) for state in states], lost)
-    begun = _agreed([state.get("begun", {}) for state in states], set())
+    begun = _agreed([state.get("begun", {}) for state in states], {*lost})
     on_device = [name for state in states for name in state.get("on_device", [])]
     return {"values": values, "lost": sorted(lost), "on_device": on_device, "begun": begun}
 
@@ -237,10 +257,10 @@ def _shown(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _iterators(owner: Any) -> Iterator[str]:
-    """The names of those of which nobody can tell where they are."""
+def _iterators(owner: Any, known: set[int]) -> Iterator[str]:
+    """The names of those of which nobody can tell where they are, and that are not `known`."""
     for name, value in vars(owner).items():
-        if hasattr(type(value), "__next__") and not isinstance(value, IOBase):
+        if hasattr(type(value), "__next__") and not isinstance(value, IOBase) and id(value) not in known:
             yield name
 
 
@@ -257,11 +277,13 @@ def _has_no_state(callback: Callback) -> bool:
 
 def _objects(owner: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
     for name, value in vars(owner).items():
-        if name in NOT_OF_USERS or not name.isidentifier():
+        if name in not_of_users(owner) or not name.isidentifier():
             continue
         parts: Iterable[tuple[Any, Any]] = ((name, value),)
         if isinstance(value, dict) and len(value) <= _MANY:
-            parts = ((f"{name}.{key}", item) for key, item in value.items() if str(key).isidentifier())
+            parts = (
+                (f"{name}.{key}", item) for key, item in value.items() if isinstance(key, str) and key.isidentifier()
+            )
         elif isinstance(value, list | tuple) and len(value) <= _MANY:
             parts = ((f"{name}.{i}", item) for i, item in enumerate(value))
         for shown, item in parts:

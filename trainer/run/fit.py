@@ -132,7 +132,8 @@ def _begin(run: RunState, module: Module, loop: FitLoop) -> bool:
     if run.start_hooks is not None:
         run.start_hooks.end(run, module)
     if run.attributes is not None:
-        run.attributes.note_begun([*run.optimizers.values(), *(config.scheduler for config in run.schedulers)])
+        of_run = [*run.optimizers.values(), *(config.scheduler for config in run.schedulers)]
+        run.attributes.note_begun(of_run, run.start_hooks is not None)
     if not trains:
         if run.is_global_zero:
             _log.warning("fit trains nothing, as max_epochs, max_steps or limit_train_batches is 0")

@@ -132,7 +132,8 @@ class RunFolder:
         Raises ValueError where another run writes in its place by now, or it cannot be made.
         """
         with suppress(OSError):
-            if self._file is None or _identity(os.stat(self.path / "run.lock")) == _identity(os.fstat(self._file)):
+            held = self._file is not None and _identity(os.fstat(self._file))
+            if held and _identity(os.stat(self.path / "run.lock")) == held:
                 return
         self._let_go()
         run.executed = self.executed

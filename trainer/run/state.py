@@ -293,6 +293,7 @@ class RunState:
                 "train_dataloader",
                 "folder",
                 "shares",
+                "start_hooks",
             )
         )
         gone |= {"streams": {}, "given_loaders": {}, "schedulers": [], "user_optimizers": [], "optimizers": {}}

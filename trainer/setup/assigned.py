@@ -7,7 +7,6 @@ continue with what was saved. Assigned later in a run they could not, so there t
 from __future__ import annotations
 
 import operator
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -59,9 +58,11 @@ def call(run: RunState, module: Module, loop: FitLoop, hooks: Calls, last: bool 
     """
     optimizers, schedulers = run.replaceable = run.optimizers, run.schedulers
     try:
-        with nullcontext() if run.start_hooks is None else run.start_hooks.called(run, module):
+        if run.start_hooks is None:
             for hook in hooks:
                 hook()
+        else:
+            run.start_hooks.call(run, module, hooks)
         replaced = run.has_replaced
     finally:
         run.replaceable = None

@@ -18,6 +18,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.strategies.data.randomness import Randomness
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.launch.phase import AFTER_BACKWARD
+from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.optimizers.closures import needs_closure
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.metrics.store import MetricStore
@@ -97,7 +98,8 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     checks.trainable(run, module)
     run.attributes = Changes(module, run.callbacks)
     if checkpoint is not None:
-        snapshot.load_extra(run, checkpoint)
+        with kept_streams():  # of which a new run, which does not call it, draws nothing
+            snapshot.load_extra(run, checkpoint)
     held_parameters.set_up(run, module)
     with without_collector():  # the first optimizer of a process imports torch's compiler
         named, schedulers = optimizers.parse(module.configure_optimizers())

@@ -1,8 +1,9 @@
 """`on_fit_start` and `on_train_start` in a run that is resumed, which calls them too.
 
 They draw the random numbers that they drew as the run was new, and what they set as they did then gives way to what the
-run has made of it since: weights and buffers, options of optimizers, `requires_grad`, and attributes of the module
-(see `attributes.Changes`). What they set otherwise than then holds, as the user's code has changed.
+run has made of it since: options of optimizers, `requires_grad`, and attributes of the module (see
+`attributes.Changes`). What they set otherwise than then holds, as the user's code has changed. Weights and buffers that
+they write to are loaded once more.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.strategies.sync.collectives import all_gather
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.run.hooks import is_users
 from lockstep.trainer.seeding import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
+    from lockstep.trainer.run.hooks import Calls
     from lockstep.trainer.run.state import RunState
 
 _log = logging.getLogger("lockstep")
@@ -30,16 +34,16 @@ Options = dict[tuple[str, ...], Any]
 
 
 class StartHooks:
-    """What the hooks of a run's start set."""
+    """What the user's hooks of a run's start set."""
 
     def __init__(self) -> None:
+        self.aside: dict[str, Any] | None = None
+        """The random streams of a resumed run, while these hooks draw from others."""
         self._streams: dict[str, Any] | None = None
         """The random streams for these hooks; None in a new run, where they are the run's."""
-        self._set: Options = {}
-        """What they have set as the run was new."""
-        self._written: set[str] = set()
-        """The weights and buffers that they wrote to as the run was new."""
-        self._now_written: set[str] = set()
+        self._left: Options = {}
+        """The options as these hooks have left them in this run; before that, those of the run that is resumed which it
+        has changed since."""
         self._before: Options = {}
         self._optimizers: list[Optimizer] | None = None
 
@@ -47,64 +51,76 @@ class StartHooks:
         """Take up what all ranks had saved, before the random streams of the run are."""
         self._streams = rng_state(run.streams)
         for state in saved:
-            self._set |= {tuple(key): value for key, value in state.get("set", ())}
-            self._written |= {*state.get("written", ())}
+            self._left |= {tuple(key): _plain(value) for key, value in state.get("left", ())}
 
-    def state_dict(self) -> dict[str, Any]:
-        if not self._set and not self._written:
-            return {}
-        return {"set": [[list(key), value] for key, value in self._set.items()], "written": sorted(self._written)}
+    def state_dict(self, run: RunState, module: Module) -> dict[str, Any]:
+        """What these hooks left and is no longer so."""
+        now = _options(module, list(run.optimizers.values()))
+        left = [[list(key), value] for key, value in self._left.items() if _plain(now.get(key, value)) != value]
+        return {"left": left} if left else {}
 
-    @contextmanager
-    def called(self, run: RunState, module: Module) -> Iterator[None]:
-        """While it lasts the hooks are called. Every rank calls it."""
+    def call(self, run: RunState, module: Module, hooks: Calls) -> None:
+        """Call hooks of the start. Every rank calls it."""
         if self._optimizers is None:
             self._optimizers = list(run.optimizers.values())
             self._before = _options(module, self._optimizers)
-        resumed = None if self._streams is None else rng_state(run.streams)
-        if self._streams is not None:
-            set_rng_state(self._streams, run.streams)
-        before = _marks(module)
+        written = dict[str, None]()
+        for hook in hooks:
+            if self._streams is None or not is_users(hook):
+                hook()
+                continue
+            before = _marks(module)
+            with self._drawing(run):
+                hook()
+            written |= {name: None for name, mark in _marks(module).items() if before.get(name, mark) != mark}
+        if self._streams is None or not _on_any_rank(run, bool(written)):
+            return
+        assert run.resumed is not None
+        if written and run.strategy.topology.data_rank == 0:
+            _log.info(
+                f"{', '.join([*written][:5])}: a hook of the start has written to these weights of a run that is "
+                "resumed; those of its checkpoint are trained on"
+            )
+        now = _options(module, list(run.optimizers.values()))
+        snapshot.restore_optimizers(run, run.resumed)
+        _take(module, run.optimizers, now)
+
+    @contextmanager
+    def _drawing(self, run: RunState) -> Iterator[None]:
+        """While it lasts a hook draws what it drew as the run was new."""
+        if self._streams is None:
+            yield
+            return
+        self.aside = rng_state(run.streams)
+        set_rng_state(self._streams, run.streams)
         yield
-        after = _marks(module)
-        self._now_written |= {name for name, mark in after.items() if before.get(name, mark) != mark}
-        if resumed is not None:
-            self._streams = rng_state(run.streams)
-            set_rng_state(resumed, run.streams)
+        self._streams = rng_state(run.streams)
+        set_rng_state(self.aside, run.streams)
+        self.aside = None
 
     def end(self, run: RunState, module: Module) -> None:
         """Called once the last ones have been. Every rank calls it."""
-        if self._optimizers is None:
-            return
-        are_the_same = self._optimizers == list(run.optimizers.values())
-        now = _options(module, self._optimizers if are_the_same else [])
-        before, self._before, self._optimizers = self._before, {}, None
-        if self._streams is None:
-            self._set = {key: value for key, value in now.items() if value != before.get(key, value)}
-            self._written = self._now_written
-            return
-        self._report(run)
-        if self._written:
-            assert run.resumed is not None
-            snapshot.restore_optimizers(run, run.resumed)
-        as_before = {key for key, value in now.items() if key in self._set and self._set[key] == value}
-        self._set |= {key: now[key] for key in self._set.keys() & now.keys()}
-        if _take(module, run.optimizers, now | {key: before[key] for key in as_before & before.keys()}):
-            run.strategy.adopt_changes(run.wrapped)
-
-    def _report(self, run: RunState) -> None:
-        changed = sorted(self._now_written - self._written)
-        if changed and run.strategy.topology.data_rank == 0:
-            holds = "the checkpoint holds over it" if self._written else "that holds over the checkpoint"
-            _log.warning(
-                "on_fit_start or on_train_start has changed weights of a run that is resumed, and not as the run was "
-                f"new: {', '.join(changed[:5])}; {holds}"
-            )
+        optimizers, before = self._optimizers, self._before
+        now = _options(module, list(run.optimizers.values()))
+        self._before, self._optimizers = {}, None
+        if self._streams is not None and optimizers is not None:
+            if optimizers != list(run.optimizers.values()):  # others, which continue with what was saved
+                before = {key: value for key, value in before.items() if len(key) == 1}
+            as_then = {key for key, value in now.items() if key in self._left and self._left[key] == _plain(value)}
+            if _take(module, run.optimizers, {key: before[key] for key in as_then & before.keys()}):
+                run.strategy.adopt_changes(run.wrapped)
+        self._left = {key: _plain(value) for key, value in now.items()}
 
 
 def is_needed(run: RunState) -> bool:
     """Whether the user has such hooks; Lockstep's own do in a resumed run what is right there."""
     return any(map(is_users, (*run.hooks.on_fit_start, *run.hooks.on_train_start)))
+
+
+def _on_any_rank(run: RunState, has_written: bool) -> bool:
+    if run.world_size == 1:
+        return has_written
+    return bool(all_gather(torch.tensor([has_written], device=run.strategy.topology.device)).any())
 
 
 def _options(module: Module, optimizers: list[Optimizer]) -> Options:
@@ -114,9 +130,15 @@ def _options(module: Module, optimizers: list[Optimizer]) -> Options:
             for name, value in group.items():
                 if isinstance(value, Tensor) and value.numel() == 1:
                     value = value.item()
-                if value is None or isinstance(value, (bool, int, float, str)):
+                parts = value if isinstance(value, list | tuple) and name != "params" else [value]
+                if all(part is None or isinstance(part, (bool, int, float, str)) for part in parts):
                     found[str(i), str(j), name] = value
     return found
+
+
+def _plain(value: Any) -> Any:
+    """As it is after a checkpoint, which makes lists of tuples."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _take(module: Module, optimizers: Mapping[str, Optimizer], wanted: Options) -> bool:
@@ -137,23 +159,26 @@ def _take(module: Module, optimizers: Mapping[str, Optimizer], wanted: Options) 
     return has_changed
 
 
-def _marks(module: nn.Module) -> dict[str, tuple[int, int, int]]:
-    """What tells of each parameter and persistent buffer whether it was written to or replaced."""
+@torch.no_grad()
+def _marks(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """What tells of each parameter and persistent buffer whether it was written to. Waits for the device."""
     transient = {
         f"{path}.{name}" if path else name
         for path, layer in module.named_modules()
         for name in layer._non_persistent_buffers_set
     }
-    found = dict[str, tuple[int, int, int]]()
+    found = dict[str, tuple[Any, ...]]()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        held = getattr(tensor, "ds_tensor", getattr(tensor, "_local_tensor", tensor))
         if name not in transient:
-            found[name] = (_pointer(held), held._version, tensor._version)
+            held = getattr(tensor, "ds_tensor", getattr(tensor, "_local_tensor", tensor))
+            found[name] = (held._version, tensor._version, *map(repr, _sums(held)))  # NaN is NaN
     return found
 
 
-def _pointer(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # of another layout
-        return id(tensor)
+def _sums(tensor: Tensor) -> list[float]:
+    """Of the values, and of them weighted by their places: writes by way of `.data` leave no other trace."""
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return []
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    return [flat.sum().item(), (flat * torch.linspace(1, 2, flat.numel(), device=flat.device)).sum().item()]
