@@ -290,9 +290,16 @@ class ShardedLoader:
         """
         return self._source.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], ranks: int = 0) -> None:
         """Take `state` for the next `windows` of its epoch, which then need not replay, or of the epoch that
-        follows."""
+        follows. `ranks`: how many saw different samples where it was saved, if not as many as here; of a dataset that
+        shards itself it is then nobody's."""
+        share = self._source.share
+        if ranks not in (0, share.size):
+            if self._source.shards_itself:
+                return
+            if "micro_batches" in state and not share.split:  # of which each is a batch of all ranks
+                state = {**state, "micro_batches": state["micro_batches"] * ranks // share.size}
         self._source.load_state_dict(state)
 
     def _windows(self, epoch: int, start: int, limit: int | None) -> Iterator[Window]:

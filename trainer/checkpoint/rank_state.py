@@ -102,8 +102,8 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
         _share_sums(run, counted)
         _restore_torchmetrics(module, counted[strategy.topology.data_rank :: strategy.topology.data_size], read)
         _restore_streams(run, counted, read)
-        if counted[0]["loader"].keys() & {"began", "loaders"}:  # of what every rank reads alike
-            run.train_dataloader.load_state_dict(unpack(counted[0]["loader"], read))
+        own = strategy.topology.data_rank if len(counted) == strategy.topology.data_size else 0  # else all read alike
+        run.train_dataloader.load_state_dict(unpack(counted[own]["loader"], read), len(counted))
 
 
 def _attributes(changes: Changes, name: str, tensors: dict[str, TensorShard]) -> dict[str, Any]:

@@ -284,6 +284,17 @@ def test_own_state_of_a_stream_that_shards_itself() -> None:
     limited = make()
     limited.load_state_dict(state)
     assert [len(window.micro_batches) for window in limited.windows(0, 4, limit=3)] == [1]
+    elsewhere = make()
+    elsewhere.load_state_dict(state, ranks=2)  # whose parts are other samples
+    assert elsewhere.state_dict() == {}
+
+
+def test_own_state_counts_batches_of_the_size_that_it_is_read_with() -> None:
+    saved = ShardedLoader(DataLoader(StatefulStream(24), 2), rank=0, size=1, seed=3, accumulate=2)
+    next(saved.windows(0))
+    resumed = ShardedLoader(DataLoader(StatefulStream(24), 4), rank=0, size=1, seed=3)
+    resumed.load_state_dict(saved.state_dict())
+    assert [window.num_samples for window in resumed.windows(0, 4, limit=3)] == [4, 4]
 
 
 def test_loaders_without_a_state_of_their_own() -> None:

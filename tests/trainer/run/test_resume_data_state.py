@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
 from lockstep import CombinedLoader
 from lockstep.callbacks import Callback
@@ -43,6 +43,15 @@ class Endless(Resetting):
         while True:
             self.at += 1
             yield SAMPLES[self.at % len(SAMPLES)]
+
+
+class EndlessBatches(Endless):
+    """Makes its own batches."""
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = super().__iter__()
+        while True:
+            yield default_collate([next(samples) for _ in range(8)])
 
 
 class Shuffling(Sampler[int]):
@@ -123,6 +132,7 @@ def fit(dataset: Any, ckpt: Path | None = None, **options: Any) -> tuple[Any, An
     given = {
         Shuffling: lambda: DataLoader(SAMPLES, 8, sampler=dataset),  # type: ignore[arg-type]
         ShufflingBatches: lambda: DataLoader(SAMPLES, batch_sampler=dataset),  # type: ignore[arg-type]
+        EndlessBatches: lambda: DataLoader(dataset, None),
     }
     loader = given.get(type(dataset), lambda: DataLoader(dataset, 8))()
     trainer.fit(module, loader, ckpt_path=ckpt)
@@ -182,3 +192,34 @@ def test_a_samplers_state_continues_on_another_number_of_ranks(tmp_path: Path) -
     whole, _ = fit(Shuffling(), callbacks=[SaveEverywhere(tmp_path)], precision="64-true")
     resumed, _ = fit(Shuffling(), tmp_path / "step 5", strategy="ddp", devices=2, precision="64-true")
     assert distance(weights(resumed), weights(whole)) < 1e-12
+
+
+ALONE: dict[str, Any] = {"strategy": "single", "accumulate_grad_batches": 2, "limit_train_batches": 4}
+ON_TWO: dict[str, Any] = {"strategy": "ddp", "devices": 2, "limit_train_batches": 2}
+"""The global batches of `ALONE`."""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("kind", "layout", "others"),
+    [
+        (Endless, ALONE, ["ddp", "tensor"]),
+        (Endless, ON_TWO, ["single"]),
+        (EndlessBatches, ALONE, ["ddp"]),
+        (EndlessBatches, ON_TWO, ["single"]),
+        pytest.param(Endless, ALONE, ["fsdp", "pipeline"], marks=pytest.mark.slow),
+        pytest.param(Endless, ALONE | {"strategy": "tensor", "devices": 2}, ["single", "pipeline"]),
+        pytest.param(Endless, ON_TWO | {"strategy": "fsdp"}, ["ddp", "pipeline", "single"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_dataset_continues_over_epochs_on_another_layout(
+    tmp_path: Path, kind: Any, layout: dict[str, Any], others: list[str]
+) -> None:
+    layout = {"split_batches": False, "precision": "64-true"} | layout
+    whole, trainer = fit(kind(), callbacks=[SaveEverywhere(tmp_path)], **layout)
+    for strategy in others:
+        other = layout | {"strategy": strategy, "devices": 1 if strategy == "single" else 2}
+        for name in ("step 3", "end 1"):  # of the second epoch
+            resumed, again = fit(kind(), tmp_path / name, **other)
+            assert again.global_step == trainer.global_step
+            assert distance(weights(resumed), weights(whole)) < 1e-12
