@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from itertools import islice
 from typing import Any
 
@@ -166,6 +167,7 @@ class Items:
         self._unit = (batch_size or 1) * self._size
         self._run = -1
         self._resume: Mapping[str, Any] | None = None
+        self._began: Any = None
         self.samples = 0
         """Samples of the epoch read so far, over all ranks."""
         self.micro_batches = 0
@@ -233,6 +235,8 @@ class Items:
 
     def _open(self, epoch: int, start: int, limit: int | None) -> None:
         state, self._resume = self._resume, None
+        if self.has_state and get_worker_info() is not None:
+            self._begin()
         self._place = (self._share.rank, getattr(get_worker_info(), "id", 0)) if self._alone else (self._share.rank,)
         self._apart = Randomness(mix(self._share.seed, epoch, *(self._place if self._alone else ())))
         self._epoch, self._limit = epoch, limit
@@ -267,6 +271,14 @@ class Items:
                     self.samples += self._weight(item)
                     passed += 1
         self.micro_batches += passed // self._unit
+
+    def _begin(self) -> None:
+        """Let a copy in a persistent worker, whose state no checkpoint can hold, begin each epoch like a new one."""
+        if self._run < 0:
+            with suppress(Exception):  # it has a state from `__iter__` on, which then also begins it again
+                self._began = deepcopy(self.dataset.state_dict())
+        elif self._began is not None:
+            self.dataset.load_state_dict(deepcopy(self._began))
 
     @contextmanager
     def _iterating(self) -> Iterator[None]:

@@ -194,6 +194,19 @@ def test_a_samplers_state_continues_on_another_number_of_ranks(tmp_path: Path) -
     assert distance(weights(resumed), weights(whole)) < 1e-12
 
 
+@pytest.mark.ranks
+def test_copies_in_persistent_workers_begin_each_epoch_alike(tmp_path: Path) -> None:
+    def run(ckpt: Path | None = None, persistent: bool = True, **options: Any) -> Any:
+        module, trainer = net(), quiet(accelerator="cpu", max_epochs=3, limit_train_batches=2, **options)
+        loader = DataLoader(Endless(), 8, num_workers=2, persistent_workers=persistent)
+        trainer.fit(module, loader, ckpt_path=ckpt)
+        return weights(module)
+
+    whole = run(callbacks=[SaveEverywhere(tmp_path)])
+    assert equal(run(tmp_path / "step 3"), whole)  # without the state of the copies
+    assert equal(run(persistent=False), whole)
+
+
 ALONE: dict[str, Any] = {"strategy": "single", "accumulate_grad_batches": 2, "limit_train_batches": 4}
 ON_TWO: dict[str, Any] = {"strategy": "ddp", "devices": 2, "limit_train_batches": 2}
 """The global batches of `ALONE`."""
