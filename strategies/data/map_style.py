@@ -103,6 +103,12 @@ class Indexed(Source):
     def check(self, start: int) -> None:
         length = self.sample_order.length
         if self.num_samples is not None and length is not None and start > length:
+            sampler = self.sample_order.sampler
+            if sampler is not None:
+                raise ValueError(
+                    f"{name_of(sampler)} must yield no more samples than its __len__ tells, which is {length}, "
+                    f"but {start} of the epoch were read before: let __len__ tell how many it yields"
+                )
             raise ValueError(f"start is a number of samples of the epoch, which has {length}, but start is {start}")
 
     def pieces(self, epoch: int, start: int, limit: int | None) -> Iterator[Piece]:

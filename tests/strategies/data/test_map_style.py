@@ -16,6 +16,7 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -284,3 +285,13 @@ def test_without_workers_samples_draw_from_the_runs_random_state() -> None:
     expected = [torch.rand(()).item() for _ in range(4)]
     torch.manual_seed(1)
     assert next(loader.windows(0)).micro_batches[0].batch[1].tolist() == pytest.approx(expected)
+
+
+def test_a_sampler_that_yields_more_than_its_length_is_named() -> None:
+    class Longer(SequentialSampler):
+        def __iter__(self) -> Iterator[int]:
+            return iter([*super().__iter__(), 0, 1, 2])
+
+    loader = ShardedLoader(DataLoader(Numbers(8), 1, sampler=Longer(range(8))), rank=0, size=1, seed=3)
+    with pytest.raises(ValueError, match=r"^Longer must yield no more samples .* which is 8, but 9 of the epoch"):
+        loader.windows(0, 9)
