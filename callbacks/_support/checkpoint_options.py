@@ -15,6 +15,8 @@ from torch import Tensor
 from lockstep.callbacks.base import check_local, check_number
 
 _PLACEHOLDER = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
+_LONGEST = 255 - len("..tmp-01234567")
+"""Bytes of a name: the folder of a checkpoint that is being written adds to it."""
 
 
 def check_options(
@@ -124,6 +126,11 @@ def check_template(filename: str) -> None:
         raise ValueError(
             f"filename={filename!r} of ModelCheckpoint has an unmatched brace: write placeholders like '{{epoch}}' or "
             f"'{{val/loss:.3f}}'"
+        )
+    if (length := len(_PLACEHOLDER.sub("", filename).encode())) > _LONGEST:
+        raise ValueError(
+            f"filename of ModelCheckpoint must make names of at most {_LONGEST} bytes, but {filename!r} has {length} "
+            "besides its placeholders: shorten it"
         )
 
 

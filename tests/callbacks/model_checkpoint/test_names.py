@@ -94,6 +94,7 @@ def test_verbose_says_what_was_saved(run: Callable[..., Run], capsys: pytest.Cap
         ({"dirpath": 3}, "dirpath of ModelCheckpoint must be a path, or None, got 3"),
         ({"dirpath": "s3://b/c"}, "dirpath of ModelCheckpoint must be a folder, got the address 's3://b/c'; mount it"),
         ({"filename": 3}, "filename of ModelCheckpoint must be a name that begins with no dot, got 3"),
+        ({"filename": "é" * 121 + "{step}"}, "at most 241 bytes, .* has 242 besides its placeholders: shorten it"),
         ({"filename": ".."}, "must be a name that begins with no dot"),
         ({"filename": "{epoch:zz}"}, "'zz'"),
         ({"filename": "{epoch"}, "unmatched brace"),
