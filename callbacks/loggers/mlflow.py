@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import time
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 STATUSES = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 LONGEST_PARAM = 6000
+RUN_FILE = "mlflow.json"
+"""In the run's folder: which MLflow run it is."""
 
 
 class MLflowLogger(RunLogger):
@@ -27,8 +30,9 @@ class MLflowLogger(RunLogger):
     ranks all its methods do nothing. The run begins with the first metrics. Characters that MLflow does not allow in
     names become `_`.
 
-    A resumed run keeps its run id. MLflow cannot remove values, so those that a killed run logged after the checkpoint
-    stay, and are not logged again: each metric has each step once.
+    A resumed run keeps its run id, and so does a killed one that begins again in its folder. MLflow cannot remove
+    values, so those that a killed run logged after the checkpoint stay, and are not logged again: each metric has each
+    step once.
 
     Args:
         save_dir: folder above all runs; None takes the Trainer's `default_root_dir`.
@@ -129,11 +133,16 @@ class MLflowLogger(RunLogger):
 
                 client = MlflowClient(tracking_uri=uri)
                 if self.run_id is None:
+                    self.run_id = _left_running(client, folder, uri)
+                if self.run_id is None:
                     name = os.path.basename(root)
                     found = client.get_experiment_by_name(name)
                     experiment = client.create_experiment(name) if found is None else found.experiment_id
                     run = client.create_run(experiment, run_name=os.path.basename(folder), tags=self.tags)
                     self.run_id, self._first_step = run.info.run_id, None
+                    os.makedirs(folder, exist_ok=True)
+                    with open(os.path.join(folder, RUN_FILE), "w") as file:
+                        json.dump({"tracking_uri": uri, "run_id": self.run_id}, file)
                 else:
                     client.update_run(self.run_id, status="RUNNING")
             self._client, self._folder_of_run, self._is_writer = client, folder, True
@@ -173,6 +182,19 @@ class MLflowLogger(RunLogger):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_client": None}  # the next use connects again
+
+
+def _left_running(client: Any, folder: str, uri: str) -> str | None:
+    """The run that a killed process began for this folder, which now begins again."""
+    try:
+        with open(os.path.join(folder, RUN_FILE)) as file:
+            begun = json.load(file)
+    except (OSError, ValueError):
+        return None
+    if begun["tracking_uri"] != uri:
+        return None
+    info = client.get_run(begun["run_id"]).info
+    return begun["run_id"] if (info.status, info.lifecycle_stage) == ("RUNNING", "active") else None
 
 
 def _allowed(name: str) -> str:

@@ -204,6 +204,19 @@ def test_mlflow_has_the_step_of_a_resumed_checkpoint_once(tmp_path: Path) -> Non
     assert points == {"loss": [(4, 1.0), (5, 0.9), (6, 0.8)], "val": [(4, 0.5)]}
 
 
+@pytest.mark.ranks
+def test_a_killed_mlflow_run_that_begins_again_in_its_folder_is_one_run(tmp_path: Path) -> None:
+    for steps in ((1, 2), (1, 2, 3)):  # killed after the first
+        logger = begun(MLflowLogger(), tmp_path / "Net" / "version_0")
+        for step in steps:
+            logger.log_metrics({"loss": 1 / step}, step=step)
+    logger.finalize("success")
+    points, (run,) = of_mlflow(tmp_path / "mlruns")
+    assert points == {"loss": [(1, 1.0), (2, 0.5), (3, 1 / 3)]} and run.info.status == "FINISHED"
+    begun(MLflowLogger(), tmp_path / "Net" / "version_0").log_metrics({"loss": 1.0}, step=1)
+    assert len(of_mlflow(tmp_path / "mlruns")[1]) == 2  # the first has ended
+
+
 @pytest.mark.parametrize("kind", [WandbLogger, MLflowLogger])
 def test_other_ranks_write_nothing(tmp_path: Path, kind: type) -> None:
     logger = begun(kind(), tmp_path / "n" / "v", rank=1)
