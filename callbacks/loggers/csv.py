@@ -52,6 +52,9 @@ class CSVLogger(RunLogger):
         self._rows: list[dict[str, Any]] = []  # not yet in the file
         self._outside: set[int] = set()  # numbers of rows that were logged outside of a fit, of whatever steps
         self._noted: set[int] = set()  # those that the file beside the rows has
+        self._mine: set[int] = set()  # those that this object has logged before its first fit
+        self._has_fitted = False
+        self._again: set[int] = set()  # of these what the run that is resumed had logged too
         self._in_fit = False
         self._columns: list[str] | None = None  # of the file; None: not known, read it
 
@@ -74,10 +77,12 @@ class CSVLogger(RunLogger):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         rows, self._outside = int(state_dict["rows"]), {*state_dict.get("outside", ())}
         self._num_valid_rows = rows - len(self._outside)
+        written = {i for i in self._mine if i < self._num_rows - len(self._rows)}
         if self._outside:  # what this process has logged before the run is there
-            self._rows = []
+            self._rows, self._again = [], written - self._outside
         self._num_rows = rows + len(self._rows)
         self._outside |= {*range(rows, self._num_rows)}
+        self._mine = written | {*range(rows, self._num_rows)}
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
@@ -85,7 +90,7 @@ class CSVLogger(RunLogger):
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # The disk is touched only by what the Trainer calls behind its error boundary.
-        self._last_valid_step, self._columns = trainer.global_step, None
+        self._last_valid_step, self._columns, self._has_fitted = trainer.global_step, None, True
 
     def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
         self.save()  # a run that resumes from it does not log those rows again
@@ -95,6 +100,7 @@ class CSVLogger(RunLogger):
             return
         if not self._in_fit:
             self._outside.add(self._num_rows)
+            self._mine |= set() if self._has_fitted else {self._num_rows}
         self._num_rows += 1
         self._rows.append({"step": self._at(step)} | {key: plain(value) for key, value in metrics.items()})
         if self.has_folder and len(self._rows) >= self.flush_every:
@@ -144,12 +150,14 @@ class CSVLogger(RunLogger):
                 whole = list(filter(_is_whole, csv.DictReader(file)))
         first = self._num_rows - len(rows)
         self._noted = self._read_note()
-        free = self._noted or {i for i in self._outside if i < first}
+        free = (self._noted or {i for i in self._outside if i < first}) - self._again
         own = [i for i, row in enumerate(whole) if last_valid is None or int(row["step"]) <= last_valid]
         own = [i for i in own if i not in free][: self._num_valid_rows]
         valid = sorted({*own, *(free & {*range(len(whole))})})
         kept: list[Mapping[str, Any]] = [whole[i] for i in valid]
         new = {i - first + len(kept) for i in self._outside if i >= first}
+        mine = {n for n, i in enumerate(valid) if i in self._mine and i < first}
+        self._mine, self._again = mine | {i - first + len(kept) for i in self._mine if i >= first}, set()
         self._outside = {n for n, i in enumerate(valid) if i in free} | new
         everything = [*kept, *rows]
         columns = list({"step": None} | {key: None for row in everything for key in row})

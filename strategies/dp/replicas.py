@@ -71,7 +71,7 @@ def refuse_returned(output: Any, parameters: list[nn.Parameter]) -> None:
     would not follow the weight through the optimizer's step, as on one device."""
     returned = [tensor for tensor in tensors_of(output) if tensor.layout is torch.strided and tensor.numel()]
     held = {parameter.untyped_storage().data_ptr() for parameter in parameters if returned and parameter.numel()}
-    if any(tensor.untyped_storage().data_ptr() in held for tensor in returned):
+    if any(tensor.untyped_storage().data_ptr() in held - {0} for tensor in returned):  # 0 where nothing is computed
         raise RuntimeError(
             "training_step returned a weight, or a view of one (.data, .detach() or a part), and strategy 'dp' joins "
             "what slices return, so that it would not follow the weight; read the weight in the hook, or return a copy "
