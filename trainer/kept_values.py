@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import PurePath
+from types import MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -36,14 +39,41 @@ def own_data(owner: Any) -> dict[str, Any]:
 def take_data(owner: Any, attributes: dict[str, Any]) -> None:
     """Give `owner` what `own_data` returned on rank 0; lists, dicts and sets that it has stay the same objects."""
     for name, value in attributes.items():
-        now = vars(owner).get(name)
+        now: Any = fields(owner).get(name)
         if now is value:  # `load_state_dict` has taken it from the state that came home with it
             continue
         if type(now) is type(value) and isinstance(now, (list, deque, dict, set)):
             now.clear()
             now.extend(value) if isinstance(now, (list, deque)) else now.update(value)
         else:
-            vars(owner)[name] = value
+            _put(owner, name, value)
+
+
+def fields(owner: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots of its class too; not by `__getattr__`, in which anything may
+    happen."""
+    kind: Any = type(owner)
+    own, found = vars(owner) if kind.__dictoffset__ else {}, dict[str, Any]()
+    for name, slot in slots(kind).items():
+        with suppress(AttributeError):  # nothing is there
+            found[name] = slot.__get__(owner, kind)
+    return found | own if found else own
+
+
+@functools.cache
+def slots(kind: Any) -> dict[str, MemberDescriptorType]:
+    """The places of a class and its bases for attributes outside of `__dict__`."""
+    of_bases = [vars(cls) for cls in reversed(kind.__mro__) if "__slots__" in vars(cls)]
+    return {name: slot for own in of_bases for name, slot in own.items() if isinstance(slot, MemberDescriptorType)}
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    """Past whatever its class does as an attribute is set, as a frozen one does."""
+    kind: Any = type(owner)
+    if name in slots(kind):
+        slots(kind)[name].__set__(owner, value)
+    else:
+        vars(owner)[name] = value
 
 
 def _is_data(value: Any) -> bool:
@@ -54,17 +84,20 @@ def _is_data(value: Any) -> bool:
         return all(map(_is_data, value))
     if kind in _MAPPINGS:
         return all(_is_data(key) and _is_data(item) for key, item in value.items())
-    return dataclasses.is_dataclass(value) and not isinstance(value, type) and all(map(_is_data, vars(value).values()))
+    return (
+        dataclasses.is_dataclass(value) and not isinstance(value, type) and all(map(_is_data, fields(value).values()))
+    )
 
 
 _SAVED = (type(None), bool, int, float, str)
-_KEPT = (list, tuple, dict, deque, set, frozenset)
+_KEPT = (list, tuple, dict, deque, set, frozenset, Counter, OrderedDict, defaultdict)
 """Containers that are saved, of values that are."""
 STATEFUL = (Optimizer, LRScheduler, torch.amp.GradScaler)
 """Objects that are saved by their `state_dict`."""
 _MOST_BYTES, MOST_ITEMS, _MOST_BITS = 2**26, 2**14, 4000
 """Larger tensors, arrays, containers and integers are not saved beside the weights."""
 _FEW_BYTES = 2**20
+_NO_LIMIT = 2**40
 
 
 Mark = tuple[Any, Any]
@@ -72,42 +105,42 @@ Mark = tuple[Any, Any]
 NOTHING: Mark = ("", 0)
 
 
-def mark_of(value: Any, most: int) -> Mark:
+def mark_of(value: Any, most: int, of_state: bool = False) -> Mark:
+    """`most`: how many items a container has at most. `of_state`: it is in the state of an optimizer, on which there is
+    no limit, and which knows by itself on which device each part is to be."""
     kind = type(value)
     if kind in _SAVED:
         return (None if kind is int and value.bit_length() > _MOST_BITS else kind), value
     if isinstance(value, Tensor):
-        if kind is not Tensor or not _is_plain(value):
+        if kind is not Tensor or not _is_plain(value) or (value.nbytes > _MOST_BYTES and not of_state):
             return None, id(value)
         return weakref.ref(value), object() if value.is_inference() else value._version
     if isinstance(value, np.ndarray | np.generic):
-        if kind is not np.ndarray and not isinstance(value, np.generic):
+        if value.dtype.hasobject or value.nbytes > _MOST_BYTES:
             return None, id(value)
-        fits = value.dtype.kind in "biufc" and value.dtype.itemsize <= 16 and value.nbytes <= _MOST_BYTES
-        return (kind, (value.dtype, value.shape, hash(value.tobytes()))) if fits else (None, id(value))
+        fits = value.dtype.kind in "biufc" and value.dtype.itemsize <= 16
+        content = value.dtype, value.shape, hash(value.tobytes())
+        is_saved = fits and (kind is np.ndarray or isinstance(value, np.generic))
+        return (kind, content) if is_saved else (None, hash(content))
     if issubclass(kind, STATEFUL):
-        return _mark_of_state(value)
+        if (state := _state_of(value)) is None:
+            return None, id(value)
+        of_all, marks = mark_of(state, _NO_LIMIT, of_state=True)
+        return (kind if of_all else None), marks
     if kind in generators():
         return None if generator_content(value) is None else kind, generator_state(value)
-    if kind in _KEPT and len(value) <= most:
-        items = [*value.keys(), *value.values()] if kind is dict else value
-        marks = tuple(mark_of(item, most // (len(value) + 1)) for item in items)  # of bounded depth
-        return (kind if _fits(value, marks) else None), marks
+    if isinstance(value, _KEPT) and len(value) <= most:
+        items = [*dict.keys(value), *dict.values(value)] if isinstance(value, dict) else [*value]
+        marks = tuple(mark_of(item, most // (len(value) + 1), of_state) for item in items)  # of bounded depth
+        is_saved = kind in _KEPT and _fits(value, marks) and (of_state or _are_alike(tensors_in(value)))
+        return (kind if is_saved else None), marks
     return None, len(value) if isinstance(value, list | deque | dict | set) else id(value)
-
-
-def _mark_of_state(value: Any) -> Mark:
-    try:
-        marks = tuple(mark_of(leaf, 0) for leaf in tree_leaves(value.state_dict()))
-    except Exception:  # the user's own class, which may refuse
-        return None, id(value)
-    return (None if any(mark[0] is None for mark in marks) else type(value)), marks
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a checkpoint can hold it: it has memory of its own, in a layout and format of the file."""
     strided = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
-    return strided and tensor.nbytes <= _MOST_BYTES and _storage(tensor) is not None
+    return strided and _storage(tensor) is not None
 
 
 def _storage(tensor: Tensor) -> int | None:
@@ -118,17 +151,30 @@ def _storage(tensor: Tensor) -> int | None:
 
 
 def _fits(container: Any, marks: Iterable[Mark]) -> bool:
-    """Whether a container can be saved: numbers of numpy would be those of Python there, generators, deques and sets
-    are not in others, and tensors all on one device."""
-    kinds, alone = [mark[0] for mark in marks], (np.generic, *generators(), *STATEFUL, deque, set, frozenset)
+    """Whether a container can be saved: numbers of numpy would be those of Python there, and generators, deques,
+    sets and optimizers are not in others."""
+    kinds = [mark[0] for mark in marks]
+    alone = (np.generic, *generators(), *STATEFUL, *{*_KEPT} - {list, tuple, dict})
     if None in kinds or any(isinstance(kind, type) and issubclass(kind, alone) for kind in kinds):
         return False
-    if type(container) is dict and any(type(key) not in _SAVED for key in container):
+    if isinstance(container, dict) and any(type(key) not in _SAVED for key in container):
         return False
     if isinstance(container, set | frozenset) and any(isinstance(item, Tensor) for item in container):
         return False
-    tensors = tensors_in(container)
+    return not isinstance(container, defaultdict) or container.default_factory in _FACTORIES.values()
+
+
+def _are_alike(tensors: list[Tensor]) -> bool:
+    """Whether they are all on one device, and not too large."""
     return len({tensor.device.type for tensor in tensors}) < 2 and sum(t.nbytes for t in tensors) <= _MOST_BYTES
+
+
+def _state_of(value: Any) -> Any:
+    """None of an object whose class has not set up what its base class needs, as a wrapper of an optimizer may not."""
+    try:
+        return value.state_dict()
+    except Exception:
+        return None
 
 
 def is_savable(mark: Mark) -> bool:
@@ -140,7 +186,7 @@ def is_same(before: Mark, now: Mark) -> bool:
         return before[0]() is now[0]() and before[1] == now[1]
     if before[0] != now[0]:
         return False
-    holds_marks = now[0] in (None, *_KEPT) or issubclass(now[0], STATEFUL)
+    holds_marks = now[0] is None or (isinstance(now[0], type) and issubclass(now[0], (*_KEPT, *STATEFUL)))
     if holds_marks and isinstance(before[1], tuple) and isinstance(now[1], tuple):
         return len(before[1]) == len(now[1]) and all(map(is_same, before[1], now[1]))
     return bool(before[1] == now[1]) or (before[1] != before[1] and now[1] != now[1])
@@ -154,6 +200,9 @@ def storages(tensors: Iterable[Tensor]) -> set[int | None]:
     found = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
     return {_storage(tensor) for tensor in found if type(tensor) in (Tensor, nn.Parameter)} - {None, 0}
 
+
+_BY_NAME = {kind.__name__: kind for kind in (set, frozenset, Counter, OrderedDict)}
+_FACTORIES = {getattr(kind, "__name__", None): kind for kind in (None, int, float, list, dict, set, str, bool)}
 
 _STATE, _GENERATOR, _ITEMS = "__state__", "__generator__", "__items__"
 """The keys under which the state of an object of torch or of a generator is saved, and what is in a deque or set."""
@@ -170,6 +219,9 @@ def encoded(value: Any) -> Any:
         return {_ITEMS: [*map(encoded, value)], "maxlen": value.maxlen}
     if isinstance(value, set | frozenset):
         return {_ITEMS: sorted(value, key=repr), "kind": type(value).__name__}
+    if type(value) in (Counter, OrderedDict, defaultdict):
+        factory = getattr(getattr(value, "default_factory", None), "__name__", None)
+        return {_ITEMS: encoded(dict(value)), "kind": type(value).__name__, "factory": factory}
     return tree_map_only(Tensor, Tensor.detach, value)
 
 
@@ -178,20 +230,23 @@ def copied(value: Any) -> Any:
 
 
 def take(layer: Any, name: str, value: Any) -> None:
-    now = vars(layer).get(name)
+    now: Any = fields(layer).get(name)
     if type(now) is Tensor and isinstance(value, Tensor) and _is_like(now, value):
         now.detach().copy_(value)  # who else holds it sees that too
     elif isinstance(value, np.ndarray) and not value.shape:
-        vars(layer)[name] = value[()]
+        _put(layer, name, value[()])
     elif isinstance(value, dict) and _GENERATOR in value:
-        vars(layer)[name] = generator_of(value[_GENERATOR], now)
+        _put(layer, name, generator_of(value[_GENERATOR], now))
     elif isinstance(value, dict) and _STATE in value:
         if issubclass(type(now), STATEFUL):
             now.load_state_dict(copy.deepcopy(value[_STATE]))
     elif isinstance(value, dict) and _ITEMS in value:
-        items = value[_ITEMS]
-        kept = {"set": set, "frozenset": frozenset}[value["kind"]](items) if "kind" in value else None
-        take_data(layer, {name: deque(items, value["maxlen"]) if kept is None else kept})
+        items, kind = value[_ITEMS], value.get("kind")
+        if kind == "defaultdict":
+            kept: Any = defaultdict(_FACTORIES[value["factory"]], items)
+        else:
+            kept = deque(items, value["maxlen"]) if kind is None else _BY_NAME[kind](items)
+        take_data(layer, {name: kept})
     else:
         take_data(layer, {name: value})
 
@@ -212,8 +267,11 @@ def not_of_users(owner: Any) -> frozenset[str]:
 
 
 def is_free(layer: Any, name: str) -> bool:
-    """Whether a value may be set there: a class has no method or property of the name."""
-    return name.isidentifier() and name not in not_of_users(layer) and _is_data(getattr(type(layer), name, None))
+    """Whether a value may be set there: a class has no method or property of the name that the object has not."""
+    kind: Any = type(layer)
+    of_class = getattr(kind, name, None)
+    has_place = name in fields(layer) or name in slots(kind) or isinstance(of_class, functools.cached_property)
+    return name.isidentifier() and name not in not_of_users(layer) and (has_place or _is_data(of_class))
 
 
 def _is_like(now: Tensor, value: Tensor) -> bool:

@@ -6,8 +6,10 @@ import copy
 import functools
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from io import IOBase
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -23,6 +25,7 @@ from lockstep.trainer.kept_values import (
     Mark,
     copied,
     encoded,
+    fields,
     is_equal,
     is_free,
     is_same,
@@ -87,11 +90,11 @@ class Changes:
         self._of_run += of_run
         marks, owners = self._marks(), dict(self._owners())
         self._had = {
-            path: {n for n, value in vars(owner).items() if value is not None} for path, owner in owners.items()
+            path: {n for n, value in fields(owner).items() if value is not None} for path, owner in owners.items()
         }
         made = {path: found for path, found in marks.items() if not self._is_known(path, found.owner)}
         for parent in self._at_start.values():
-            for name, value in vars(parent.owner).items():
+            for name, value in fields(parent.owner).items():
                 if any(found.owner is part for found in made.values() for part in _parts(value)):
                     parent.marks[name] = mark_of(value, MOST_ITEMS)
         known, self._at_start = self._at_start, self._at_start | made
@@ -112,7 +115,7 @@ class Changes:
         left: dict[str, dict[str, Any]] = {}
         for path, (owner, own) in marks.items():
             for name, mark in own.items():
-                value = vars(owner)[name]
+                value = fields(owner)[name]
                 is_new = not is_same(self._at_start[path].marks.get(name, NOTHING), mark)
                 if is_savable(mark) and (is_new or is_small(value)) and weights.isdisjoint(storages(tensors_in(value))):
                     left.setdefault(path, {})[name] = copied(value)
@@ -146,14 +149,16 @@ class Changes:
 
     def _since_begun(self, path: str, marks: Mapping[str, _Marks]) -> dict[str, Any]:
         """What hooks of the start have left in an owner and is no longer so."""
-        found, before = marks.get(path), self._begun_marks[path].marks
-        if found is None:
+        if path not in self._begun_marks:  # hooks of the start are still called
+            return self._begun[path]
+        if path not in marks:
             return {}
+        (owner, own), before = marks[path], self._begun_marks[path].marks
         return {
             name: value
             for name, value in self._begun[path].items()
-            if is_savable(mark := found.marks.get(name, (None, None))) and not is_same(before[name], mark)
-            if not is_equal(copied(vars(found.owner)[name]), value)
+            if is_savable(mark := own.get(name, (None, None))) and not is_same(before[name], mark)
+            if not is_equal(copied(fields(owner)[name]), value)
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: Any) -> None:
@@ -173,9 +178,9 @@ class Changes:
                     self._at_start[path].marks.pop(name, None)
         for path, values in self._begun.items():
             for name in values:
-                if path in owners and name in vars(owners[path]):
+                if path in owners and name in fields(owners[path]):
                     is_taken = (path, name) in self._by_hook or name not in self._resumed.get(path, ())
-                    if is_taken and is_savable(mark_of(now := vars(owners[path])[name], MOST_ITEMS)):
+                    if is_taken and is_savable(mark_of(now := fields(owners[path])[name], MOST_ITEMS)):
                         self._resumed.setdefault(path, {})[name] = copy.deepcopy(encoded(now))
 
     def lost(self, state: Mapping[str, Any]) -> list[str]:
@@ -190,7 +195,7 @@ class Changes:
                 continue
             before = self._at_start[path].marks
             for name, mark in marks.items():
-                value = vars(owner)[name]
+                value = fields(owner)[name]
                 if is_same(before.get(name, NOTHING), mark):
                     continue
                 if not is_savable(mark) or weights.isdisjoint(storages(tensors_in(value))):
@@ -206,13 +211,14 @@ class Changes:
             yield from _objects(owner, path, _DEPTH, seen)
 
     def _marks(self) -> dict[str, _Marks]:
-        known = set(map(id, self._of_run))
+        parts = (vars(each).get(name) for each in self._of_run for name in ("state", "param_groups"))  # for wrappers
+        known = {id(each) for each in (*self._of_run, *parts)} - {id(None)}
         return {
             path: _Marks(
                 owner,
                 {
                     name: mark_of(value, MOST_ITEMS)
-                    for name, value in vars(owner).items()
+                    for name, value in fields(owner).items()
                     if name not in not_of_users(owner) and name.isidentifier() and not isinstance(value, nn.Module)
                     if (name != _HPARAMS or value) and not known.issuperset(map(id, _parts(value)))
                 },
@@ -259,7 +265,7 @@ def _shown(path: str, name: str) -> str:
 
 def _iterators(owner: Any, known: set[int]) -> Iterator[str]:
     """The names of those of which nobody can tell where they are, and that are not `known`."""
-    for name, value in vars(owner).items():
+    for name, value in fields(owner).items():
         if hasattr(type(value), "__next__") and not isinstance(value, IOBase) and id(value) not in known:
             yield name
 
@@ -276,21 +282,19 @@ def _has_no_state(callback: Callback) -> bool:
 
 
 def _objects(owner: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(owner).items():
+    for name, value in fields(owner).items():
         if name in not_of_users(owner) or not name.isidentifier():
             continue
         parts: Iterable[tuple[Any, Any]] = ((name, value),)
         if isinstance(value, dict) and len(value) <= _MANY:
-            parts = (
-                (f"{name}.{key}", item) for key, item in value.items() if isinstance(key, str) and key.isidentifier()
-            )
+            parts = ((f"{name}.{key}", item) for key, item in value.items() if isinstance(key, str | int))
         elif isinstance(value, list | tuple) and len(value) <= _MANY:
             parts = ((f"{name}.{i}", item) for i, item in enumerate(value))
         for shown, item in parts:
             kind: Any = type(item)
-            if id(item) in seen or len(seen) == _MOST or issubclass(kind, _OTHERS) or not hasattr(item, "__dict__"):
+            if id(item) in seen or len(seen) == _MOST or issubclass(kind, _OTHERS) or not _is_of_users_code(kind):
                 continue
-            if not _is_of_users_code(kind) or hasattr(kind, "train_dataloader"):  # a DataModule has its own state
+            if hasattr(kind, "train_dataloader"):  # a DataModule has its own state
                 continue
             seen.add(id(item))
             yield (here := _shown(path, shown)), item
@@ -300,8 +304,9 @@ def _objects(owner: Any, path: str, depth: int, seen: set[int]) -> Iterator[tupl
 
 @functools.cache
 def _is_of_users_code(kind: type) -> bool:
-    """Whether a class is written in the user's program, and not in a package that is installed."""
-    if kind.__module__ == "__main__":
+    """Whether a class is written in the user's program, and not in a package that is installed, or is a bare holder
+    of attributes."""
+    if kind.__module__ == "__main__" or kind in (SimpleNamespace, Namespace):
         return True
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return file is not None and not os.path.realpath(file).startswith(libraries())

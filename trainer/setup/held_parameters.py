@@ -109,7 +109,8 @@ class _Search:
         return self._found
 
     def _attributes(self, owner: Any, name: str, skipped: tuple[str, ...] = ()) -> None:
-        own = getattr(owner, "__dict__", {})  # and not by `__getattr__`, in which anything may happen
+        # not by `__getattr__`, in which anything may happen
+        own = vars(owner) if type(owner).__dictoffset__ else {}
         parameters = own.get("_parameters", ())
         for key, value in [*own.items()]:
             if key not in skipped and f"{key}_orig" not in parameters:  # torch.nn.utils computes it in each forward

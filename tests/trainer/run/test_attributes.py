@@ -28,6 +28,11 @@ class Point(NamedTuple):
     x: float
 
 
+@dataclass(slots=True)
+class InSlots:
+    count: int
+
+
 class Owner:
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
@@ -35,7 +40,19 @@ class Owner:
 
 @pytest.mark.parametrize(
     "value",
-    [3, None, "a", [1, (2, "b")], {"a": {1}}, deque([1]), Counter("ab"), Record(1, [0.5]), Point(1.0), Path("a")],
+    [
+        3,
+        None,
+        "a",
+        [1, (2, "b")],
+        {"a": {1}},
+        deque([1]),
+        Counter("ab"),
+        Record(1, [0.5]),
+        InSlots(1),
+        Point(1.0),
+        Path("a"),
+    ],
 )
 def test_data_is_brought_back(value: Any) -> None:
     assert own_data(Owner(value=value)) == {"value": value}

@@ -1,0 +1,168 @@
+"""Objects of the user's classes that a module holds, of whatever shape, are saved with it, or named, and end no run."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict, defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.trainer.run.test_resume_attributes import Save, fit
+from tests.trainer.toy import Net, equal, weights
+
+
+@dataclass(slots=True)
+class InSlots:
+    sum: float = 0.0
+
+
+@dataclass(frozen=True)
+class Frozen:
+    sum: float = 0.0
+
+
+class Computed:
+    """Has a property that holds its value under its own name, and one that is computed once."""
+
+    def __init__(self) -> None:
+        self.start = 1.0
+        vars(self)["sum"] = 0.0
+
+    @property
+    def sum(self) -> float:
+        return float(vars(self)["sum"])
+
+    @sum.setter
+    def sum(self, value: float) -> None:
+        vars(self)["sum"] = value
+
+    @cached_property
+    def first(self) -> float:
+        return self.start
+
+
+class Delegates:
+    """Takes whatever it is asked for from a dict, and has no attributes of its own."""
+
+    __slots__ = ("content",)
+
+    def __init__(self) -> None:
+        self.content = {"sum": 0.0}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.content[name]
+
+
+class Answers:
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: None
+
+
+class HoldsShapes(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots, self.frozen, self.computed, self.bare = InSlots(), Frozen(), Computed(), SimpleNamespace(sum=0.0)
+        self.meters = {"train/loss": InSlots(), 3: InSlots()}
+        self.delegates, self.answers = Delegates(), Answers()
+        self.counter, self.ordered, self.default = Counter(a=1), OrderedDict(a=1), defaultdict[str, list[int]](list)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        holders = (self.slots, self.computed, self.bare, *self.meters.values())
+        for holder in holders:
+            holder.sum += 0.1
+        self.computed.start += 1
+        object.__setattr__(self.frozen, "sum", self.frozen.sum + 0.1)
+        self.delegates.content["sum"] += 0.1
+        self.counter["a"] += 1
+        self.ordered["a"] += 1
+        self.default["a"].append(1)
+        factor = sum(holder.sum for holder in (*holders, self.frozen, self.delegates)) + self.computed.first
+        return super().training_step(batch, batch_idx) * (
+            factor + self.counter["a"] + self.ordered["a"] + len(self.default["a"])
+        )
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another, and has not begun its own base class."""
+
+    def __init__(self, base: Any) -> None:
+        self.base, self.param_groups, self.state, self.steps = base, base.param_groups, base.state, 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+
+
+class HoldsOptimizers(Net):
+    """Has one with more parameters than the containers of attributes may have items, lists of those that it returns,
+    and a wrapper."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = nn.ParameterList([nn.Parameter(torch.full((8,), 0.1)) for _ in range(300)])
+        self.own = torch.optim.Adam(self.many.parameters(), lr=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x + torch.stack([*self.many]).mean(0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in (self.own, *self.given):
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in (self.own, *self.optimizers(), self.look):
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        self.given = [torch.optim.Adam(self.net[i].parameters(), lr=0.01) for i in (0, 3)]
+        self.named, self.look = {"a": self.given[0]}, Lookahead(self.given[0])
+        return self.given
+
+
+@pytest.mark.parametrize("kind", [HoldsShapes, HoldsOptimizers])
+def test_objects_continue(tmp_path: Path, kind: type[Net], caplog: pytest.LogCaptureFixture) -> None:
+    whole = fit(callbacks=[Save(tmp_path)], kind=kind)
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        for path in sorted(tmp_path.iterdir()):
+            assert equal(weights(fit(path, kind)), weights(whole)), path.name
+    assert "does not hold" not in caplog.text
+
+
+class Part(dict[str, float]):
+    """A dict of a class of its own, which checkpoints do not hold."""
+
+
+class Array(np.ndarray[Any, Any]):
+    """Another."""
+
+
+class ChangesInPlace(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.array = Part(a=0.0), np.zeros(3).view(Array)
+        self.lists = [torch.optim.Adam(self.net[0].parameters(), lr=0.0)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.part["a"] += 1
+        self.array += 1
+        self.lists[0].param_groups[0]["lr"] += 0.1
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_a_step_has_changed_in_place_and_is_not_saved_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(callbacks=[Save(tmp_path)], kind=ChangesInPlace)
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        fit(tmp_path / "2", ChangesInPlace)
+    assert ": array, lists, part; they begin" in caplog.text
