@@ -49,14 +49,16 @@ _OTHERS = (nn.Module, Callback, Dataset, DataLoader, Sampler, type, *STATEFUL)
 
 class Changes:
     """What user code has changed since a fit was set up in the attributes of the module, of layers of its own classes,
-    of callbacks of users' classes that save no state by themselves, and of
-    other objects of such classes that these hold: numbers, strings, tensors, arrays, generators, small
-    containers of them, and optimizers and schedulers that are not the run's, which are saved, and other objects, which
-    are not."""
+    of callbacks of such classes that save no state by themselves, and of other objects of such classes that these hold:
+    numbers, strings, tensors, arrays, generators, small containers of them, and optimizers and schedulers that are not
+    the run's, which are saved, and other objects, which are not."""
 
     def __init__(self, module: nn.Module, callbacks: Iterable[Callback] = ()) -> None:
         self._module = module
-        self._callbacks = {f"callbacks.{each.state_key}": each for each in callbacks if _has_no_state(each)}
+        self._callbacks = dict[str, Callback]()
+        for each in filter(_has_no_state, callbacks):
+            same = sum(other.state_key == each.state_key for other in self._callbacks.values())
+            self._callbacks[f"callbacks.{each.state_key}{same or ''}"] = each
         self._of_run: list[Any] = []
         """The run's optimizers and schedulers, which are saved by themselves."""
         self._at_start = self._marks()

@@ -343,9 +343,11 @@ class PlateauWithState(Plateau):
 
 
 def test_attributes_of_a_callback_continue_unless_it_saves_its_state(tmp_path: Path) -> None:
-    whole = fit(callbacks=[Plateau(), Save(tmp_path)])
+    whole = fit(callbacks=[Plateau(0.5), Plateau(), Save(tmp_path)])
     for step in ("2", "4"):
-        assert equal(weights(fit(tmp_path / step, callbacks=[Plateau()])), weights(whole)), step
+        first = Plateau(0.5)
+        assert equal(weights(fit(tmp_path / step, callbacks=[first, Plateau()])), weights(whole)), step
+        assert first.calls == 9
     fit(callbacks=[PlateauWithState(), Save(tmp_path)])
     callback = PlateauWithState()
     fit(tmp_path / "4", callbacks=[callback])
