@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lockstep.callbacks.base import Callback
+from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.launch.failure import libraries
 from lockstep.strategies.modules.blocks import is_of_user
 from lockstep.trainer.kept_values import (
@@ -279,8 +279,9 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _has_no_state(callback: Callback) -> bool:
+    """Whether it says nothing of what is saved; a logger's buffers are of the run that has them."""
     kind: Any = type(callback)
-    return kind.state_dict is Callback.state_dict and _is_of_users_code(kind)
+    return not issubclass(kind, Logger) and kind.state_dict is Callback.state_dict and _is_of_users_code(kind)
 
 
 def _objects(owner: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:

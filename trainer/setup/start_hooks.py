@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,7 +67,7 @@ class StartHooks:
             self._before = _options(module, self._optimizers)
         written = dict[str, None]()
         for hook in hooks:
-            if self._streams is None or not is_users(hook):
+            if self._streams is None or not _is_theirs(hook):
                 hook()
                 continue
             before = _marks(module)
@@ -114,7 +115,13 @@ class StartHooks:
 
 def is_needed(run: RunState) -> bool:
     """Whether the user has such hooks; Lockstep's own do in a resumed run what is right there."""
-    return any(map(is_users, (*run.hooks.on_fit_start, *run.hooks.on_train_start)))
+    return any(map(_is_theirs, (*run.hooks.on_fit_start, *run.hooks.on_train_start)))
+
+
+def _is_theirs(hook: Any) -> bool:
+    """Whether it is the user's, and not that of a callback of Lockstep's which changes the model."""
+    owner = getattr(hook.func if isinstance(hook, partial) else hook, "__self__", None)
+    return is_users(hook) and not type(owner).__module__.startswith(("lockstep.callbacks.", "lockstep.trainer."))
 
 
 def _on_any_rank(run: RunState, has_written: bool) -> bool:
