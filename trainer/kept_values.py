@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lockstep.strategies.sync.contents import generator_content, generator_of, generator_state, generators
+from lockstep.strategies.sync.contents import generator_content, generator_of, generator_state, generators, same_values
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray}
 _CONTAINERS = {list, tuple, set, frozenset, deque}
@@ -53,11 +53,20 @@ def fields(owner: Any) -> dict[str, Any]:
     """The attributes of an object, those in slots of its class too; not by `__getattr__`, in which anything may
     happen."""
     kind: Any = type(owner)
-    own, found = vars(owner) if kind.__dictoffset__ else {}, dict[str, Any]()
+    own, found = dict_of(owner), dict[str, Any]()
     for name, slot in slots(kind).items():
         with suppress(AttributeError):  # nothing is there
             found[name] = slot.__get__(owner, kind)
     return found | own if found else own
+
+
+def dict_of(owner: Any) -> dict[str, Any]:
+    """Its `__dict__`; an empty one of an object without, such as a proxy of another."""
+    try:
+        own = object.__getattribute__(owner, "__dict__")
+    except Exception:
+        return {}
+    return own if isinstance(own, dict) else {}
 
 
 @functools.cache
@@ -129,12 +138,17 @@ def mark_of(value: Any, most: int, of_state: bool = False) -> Mark:
         return (kind if of_all else None), marks
     if kind in generators():
         return None if generator_content(value) is None else kind, generator_state(value)
-    if isinstance(value, _KEPT) and len(value) <= most:
-        items = [*dict.keys(value), *dict.values(value)] if isinstance(value, dict) else [*value]
-        marks = tuple(mark_of(item, most // (len(value) + 1), of_state) for item in items)  # of bounded depth
+    if isinstance(value, _KEPT) and (number := len(items := _items(value))) <= most:
+        marks = tuple(mark_of(item, most // (number + 1), of_state) for item in items)  # of bounded depth
         is_saved = kind in _KEPT and _fits(value, marks) and (of_state or _are_alike(tensors_in(value)))
         return (kind if is_saved else None), marks
-    return None, len(value) if isinstance(value, list | deque | dict | set) else id(value)
+    return None, len(_items(value)) if isinstance(value, list | deque | dict | set) else id(value)
+
+
+def _items(container: Any) -> list[Any]:
+    """What is in a container, of a dict its keys and then its values, by no code of the class of the user's."""
+    kind = next(base for base in (dict, list, tuple, deque, set, frozenset) if isinstance(container, base))
+    return [*kind.__iter__(container), *(dict.values(container) if kind is dict else ())]
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -257,6 +271,8 @@ def moved(value: Any, device: Any) -> Any:
 
 def is_small(value: Any) -> bool:
     """Whether a copy of it costs nothing."""
+    if issubclass(type(value), STATEFUL):
+        return False
     held = tensors_in(value) if isinstance(value, (*_KEPT, Tensor)) else [value]
     return sum(getattr(each, "nbytes", 0) for each in held) <= _FEW_BYTES
 
@@ -288,9 +304,9 @@ def is_equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+        return one.dtype == other.dtype and one.shape == other.shape and same_values(one, other)
     if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
+        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(is_equal(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple):

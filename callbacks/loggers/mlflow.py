@@ -8,6 +8,7 @@ import os
 import re
 import time
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks._support.hparams import flatten
@@ -191,10 +192,12 @@ def _left_running(client: Any, folder: str, uri: str) -> str | None:
             begun = json.load(file)
     except (OSError, ValueError):
         return None
-    if begun["tracking_uri"] != uri:
+    if not isinstance(begun, dict) or begun.get("tracking_uri") != uri:
         return None
-    info = client.get_run(begun["run_id"]).info
-    return begun["run_id"] if (info.status, info.lifecycle_stage) == ("RUNNING", "active") else None
+    with suppress(Exception):  # of the store, which may not have it any more
+        info = client.get_run(begun["run_id"]).info
+        return begun["run_id"] if (info.status, info.lifecycle_stage) == ("RUNNING", "active") else None
+    return None
 
 
 def _allowed(name: str) -> str:

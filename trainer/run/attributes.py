@@ -6,11 +6,12 @@ import copy
 import functools
 import os
 import sys
+from abc import ABC
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from io import IOBase
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -43,6 +44,8 @@ _HPARAMS = "_hparams"
 """Made, with nothing in it, when `hparams` is first read, as the first save does."""
 _DEPTH, _MANY, _MOST = 3, 64, 1000
 """How deep objects within objects are searched, the most items of a list or dict that are, and the most objects."""
+_BARE = (Callback, Generic, Protocol, ABC)
+"""Bases that have no attributes of their own."""
 _OTHERS = (nn.Module, Callback, Dataset, DataLoader, Sampler, type, *STATEFUL)
 """Objects that are saved otherwise, or make what a run reads."""
 
@@ -75,7 +78,7 @@ class Changes:
 
     def note_loaded(self) -> None:
         """Called once `on_load_checkpoint` has been."""
-        self._by_hook = {(path, name) for path, _, name, *_ in self._changed()}
+        self._by_hook = {(path, name) for path, _, name, *_ in self._changed(self._marks())}
 
     def begin(self, of_run: Iterable[Any]) -> None:
         """Called once `configure_optimizers` has been, whose optimizers and schedulers are `of_run`: what is as it left
@@ -131,7 +134,8 @@ class Changes:
         """
         values: dict[str, dict[str, Any]] = {}
         lost, apart, on_device = [], set(), []
-        for path, _, name, value, mark in self._changed():
+        all_marks = self._marks()
+        for path, _, name, value, mark in self._changed(all_marks):
             if not is_savable(mark):
                 lost.append(_shown(path, name))
                 apart |= {path} if name not in self._had.get(path, (name,)) else set()
@@ -140,11 +144,12 @@ class Changes:
                 on_device.append(_shown(path, name))
             values.setdefault(path, {})[name] = encoded(value)
         lost += [_shown(path, name) for path in apart for name in values.pop(path, ())]
-        owners = dict(self._owners())
+        owners = {path: found.owner for path, found in all_marks.items()}
         known = set(map(id, (*owners.values(), *self._of_run)))
         lost += [_shown(path, name) for path, owner in owners.items() for name in _iterators(owner, known)]
-        marks = self._marks() if self._begun else {}
-        begun = {path: found for path in self._begun if path not in apart and (found := self._since_begun(path, marks))}
+        begun = {
+            path: found for path in self._begun if path not in apart and (found := self._since_begun(path, all_marks))
+        }
         if not (values or lost or begun):
             return {}
         return {"values": values, "lost": [*dict.fromkeys(lost)], "on_device": on_device, "begun": begun}
@@ -190,9 +195,9 @@ class Changes:
         parts = [(shown, *shown.rpartition(".")[::2]) for shown in state.get("lost", [])]
         return [shown for shown, path, name in parts if (path, name) not in self._by_hook]
 
-    def _changed(self) -> Iterator[tuple[str, Any, str, Any, Mark]]:
+    def _changed(self, all_marks: Mapping[str, _Marks]) -> Iterator[tuple[str, Any, str, Any, Mark]]:
         weights = storages((*self._module.parameters(), *self._module.buffers()))
-        for path, (owner, marks) in self._marks().items():
+        for path, (owner, marks) in all_marks.items():
             if path not in self._at_start or self._at_start[path].owner is not owner:  # built by a hook
                 continue
             before = self._at_start[path].marks
@@ -207,10 +212,13 @@ class Changes:
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
         """By name all whose attributes are saved."""
-        seen = set[int]()
+        seen, paths = set[int](), set[str]()
         for path, owner in (*_layers(self._module), *self._callbacks.items()):
-            yield path, owner
-            yield from _objects(owner, path, _DEPTH, seen)
+            for shown, found in ((path, owner), *_objects(owner, path, _DEPTH, seen)):
+                while shown in paths:  # as of the keys 1 and "1" of a dict
+                    shown += "'"
+                paths.add(shown)
+                yield shown, found
 
     def _marks(self) -> dict[str, _Marks]:
         parts = (vars(each).get(name) for each in self._of_run for name in ("state", "param_groups"))  # for wrappers
@@ -236,8 +244,8 @@ class _Marks(NamedTuple):
 
 def _parts(value: Any) -> list[Any]:
     """What a small container holds; of anything else itself."""
-    if isinstance(value, list | tuple | dict) and 0 < len(value) <= _MANY:
-        return [*value.values()] if isinstance(value, dict) else [*value]
+    if type(value) in (list, tuple, dict) and 0 < len(value) <= _MANY:
+        return [*value.values()] if type(value) is dict else [*value]
     return [value]
 
 
@@ -289,15 +297,15 @@ def _objects(owner: Any, path: str, depth: int, seen: set[int]) -> Iterator[tupl
         if name in not_of_users(owner) or not name.isidentifier():
             continue
         parts: Iterable[tuple[Any, Any]] = ((name, value),)
-        if isinstance(value, dict) and len(value) <= _MANY:
+        if type(value) is dict and len(value) <= _MANY:
             parts = ((f"{name}.{key}", item) for key, item in value.items() if isinstance(key, str | int))
-        elif isinstance(value, list | tuple) and len(value) <= _MANY:
+        elif type(value) in (list, tuple) and len(value) <= _MANY:
             parts = ((f"{name}.{i}", item) for i, item in enumerate(value))
         for shown, item in parts:
             kind: Any = type(item)
             if id(item) in seen or len(seen) == _MOST or issubclass(kind, _OTHERS) or not _is_of_users_code(kind):
                 continue
-            if hasattr(kind, "train_dataloader"):  # a DataModule has its own state
+            if any("train_dataloader" in vars(cls) for cls in kind.__mro__):  # a DataModule has its own state
                 continue
             seen.add(id(item))
             yield (here := _shown(path, shown)), item
@@ -307,8 +315,12 @@ def _objects(owner: Any, path: str, depth: int, seen: set[int]) -> Iterator[tupl
 
 @functools.cache
 def _is_of_users_code(kind: type) -> bool:
-    """Whether a class is written in the user's program, and not in a package that is installed, or is a bare holder
-    of attributes."""
+    """Whether a class and all its bases are written in the user's program, and not in a package that is installed, or
+    are bare holders of attributes."""
+    return all(cls in _BARE or _is_of_program(cls) for cls in kind.__mro__[:-1])
+
+
+def _is_of_program(kind: type) -> bool:
     if kind.__module__ == "__main__" or kind in (SimpleNamespace, Namespace):
         return True
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)

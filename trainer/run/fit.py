@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import filterfalse
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import StepHooks, StepResult, StepVote
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.phase import CALLBACKS, END_OF_STEP, OPTIMIZER_STEP, set_phase
+from lockstep.trainer.checkpoint.manifest import refused
 from lockstep.trainer.run import evaluate, publish, saving
 from lockstep.trainer.run.guards import check_weight, on_any_rank
 from lockstep.trainer.run.hooks import is_users, refuse_skip
@@ -133,7 +135,8 @@ def _begin(run: RunState, module: Module, loop: FitLoop) -> bool:
         run.start_hooks.end(run, module)
     if run.attributes is not None:
         of_run = [*run.optimizers.values(), *(config.scheduler for config in run.schedulers)]
-        run.attributes.note_begun(of_run, run.start_hooks is not None)
+        with nullcontext() if run.resumed is None else refused(run.resumed.path):
+            run.attributes.note_begun(of_run, run.start_hooks is not None)
     if not trains:
         if run.is_global_zero:
             _log.warning("fit trains nothing, as max_epochs, max_steps or limit_train_batches is 0")

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.strategies.launch.program.functions import codes_of, variables_of
+from lockstep.trainer.kept_values import dict_of
 from lockstep.trainer.metrics.groups import fix_groups
 from lockstep.trainer.shares.user_state import OF_TENSOR, is_theirs, is_users_class
 
@@ -109,8 +110,7 @@ class _Search:
         return self._found
 
     def _attributes(self, owner: Any, name: str, skipped: tuple[str, ...] = ()) -> None:
-        # not by `__getattr__`, in which anything may happen
-        own = vars(owner) if type(owner).__dictoffset__ else {}
+        own = dict_of(owner)
         parameters = own.get("_parameters", ())
         for key, value in [*own.items()]:
             if key not in skipped and f"{key}_orig" not in parameters:  # torch.nn.utils computes it in each forward

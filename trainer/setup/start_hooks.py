@@ -22,6 +22,7 @@ from lockstep.strategies.sync.collectives import all_gather
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.run.hooks import is_users
 from lockstep.trainer.seeding import rng_state, set_rng_state
+from lockstep.trainer.setup import resume
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
 
 _log = logging.getLogger("lockstep")
+
+_CHUNK = 2**22
+"""Numbers of a weight that are added at once, so that no copy of a large one is made."""
 
 Options = dict[tuple[str, ...], Any]
 """By (parameter,) or (number of the optimizer, number of the group, name): `requires_grad`, or a plain option."""
@@ -83,7 +87,10 @@ class StartHooks:
                 "resumed; those of its checkpoint are trained on"
             )
         now = _options(module, list(run.optimizers.values()))
-        snapshot.restore_optimizers(run, run.resumed)
+        if resume.are_assigned(run.resumed.state.get("configured")):  # to optimizers that are there after the last hook
+            snapshot.restore_weights(run, run.resumed.path, run.resumed)
+        else:
+            snapshot.restore_optimizers(run, run.resumed)
         _take(module, run.optimizers, now)
 
     @contextmanager
@@ -108,9 +115,19 @@ class StartHooks:
             if optimizers != list(run.optimizers.values()):  # others, which continue with what was saved
                 before = {key: value for key, value in before.items() if len(key) == 1}
             as_then = {key for key, value in now.items() if key in self._left and self._left[key] == _plain(value)}
+            changed = {key for key, value in now.items() if value != before.get(key, value)}
+            self._report(run, sorted(changed - as_then))
             if _take(module, run.optimizers, {key: before[key] for key in as_then & before.keys()}):
                 run.strategy.adopt_changes(run.wrapped)
         self._left = {key: _plain(value) for key, value in now.items()}
+
+    def _report(self, run: RunState, changed: list[tuple[str, ...]]) -> None:
+        if changed and run.is_global_zero:
+            names = [f"{name} of group {of[1]}" if of else f"requires_grad of {name}" for *of, name in changed[:5]]
+            _log.info(
+                f"hooks of the start have set {', '.join(names)} of a run that is resumed otherwise than as it was "
+                "new: what they set holds"
+            )
 
 
 def is_needed(run: RunState) -> bool:
@@ -139,7 +156,7 @@ def _options(module: Module, optimizers: list[Optimizer]) -> Options:
                     value = value.item()
                 parts = value if isinstance(value, list | tuple) and name != "params" else [value]
                 if all(part is None or isinstance(part, (bool, int, float, str)) for part in parts):
-                    found[str(i), str(j), name] = value
+                    found[str(i), str(j), name] = [*value] if isinstance(value, list) else value
     return found
 
 
@@ -187,5 +204,9 @@ def _sums(tensor: Tensor) -> list[float]:
     if tensor.layout != torch.strided or tensor.is_meta:
         return []
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
-    flat = flat if flat.dtype == torch.float64 else flat.float()
-    return [flat.sum().item(), (flat * torch.linspace(1, 2, flat.numel(), device=flat.device)).sum().item()]
+    places = torch.linspace(1, 2, min(flat.numel(), _CHUNK), device=flat.device, dtype=torch.float64)
+    sums = torch.zeros(2, device=flat.device, dtype=torch.float64)
+    for i, chunk in enumerate(flat.split(_CHUNK)):
+        values = chunk.double()
+        sums += torch.stack([values.sum(), (values * places[: len(values)]).sum() * (i + 1)])
+    return sums.tolist()

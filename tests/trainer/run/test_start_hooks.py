@@ -92,7 +92,7 @@ class SetsAgain(Begins):
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
 
     def on_fit_start(self) -> None:
-        self.factor, self.meter = 1.0, Meter()
+        self.factor, self.meter, self.last = 1.0, Meter(), torch.tensor(float("nan"))
         self.net[0].requires_grad_(False)
         for own, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
             own.data.copy_(other.data)
@@ -103,12 +103,13 @@ class SetsAgain(Begins):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         output = self.net(batch[0])
-        return self.loss(output, batch) + self.meter.value * F.mse_loss(output, self.teacher(batch[0]))
+        weight = self.meter.value + self.last.nan_to_num(0.0)
+        return self.loss(output, batch) + weight * F.mse_loss(output, self.teacher(batch[0]))
 
     def on_train_epoch_end(self) -> None:
         if self.current_epoch == 1:
             self.net[0].requires_grad_(True)
-            self.factor, self.meter.value = 1.5, 0.5
+            self.factor, self.meter.value, self.last = 1.5, 0.5, torch.tensor(0.5)
             for group in self.trainer.optimizers[0].param_groups:
                 group["lr"] = 0.05
 
