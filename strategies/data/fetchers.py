@@ -249,9 +249,7 @@ class Items:
         if state is not None:
             self.dataset.load_state_dict(state["dataset"])
             self.samples, self.micro_batches = state["samples"], state["micro_batches"]
-            if (
-                self._batch_size is not None and not self._alone
-            ):  # by batches that may be of other ranks or another size
+            if self._batch_size is not None and not self._alone:  # of other ranks, or another size, than were counted
                 self.micro_batches = -(-self.samples // self._unit)
             if state.get("ended", False):  # to iterate would begin the next epoch
                 self._ended = True

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.strategies.launch.program.functions import codes_of, variables_of
-from lockstep.trainer.kept_values import dict_of
+from lockstep.trainer.kept_values import dict_of, fields, slots
 from lockstep.trainer.metrics.groups import fix_groups
 from lockstep.trainer.shares.user_state import OF_TENSOR, is_theirs, is_users_class
 
@@ -121,12 +121,9 @@ class _Search:
                     self._visit(value, f"{kind.__name__}.{key}", None)
                 elif isinstance(value, (Tensor, list, tuple, dict, set, deque)) and not key.startswith("__"):
                     self._visit(value, f"{kind.__name__}.{key}", partial(_set_attribute, kind, key))
-            for key, slot in _slots(kind).items():
-                try:
-                    value = slot.__get__(owner, kind)
-                except AttributeError:  # not assigned yet
-                    continue
-                self._visit(value, f"{name}.{key}", partial(_set_attribute, owner, key))
+        of_class: Any = type(owner)
+        for key in sorted(slots(of_class).keys() & fields(owner).keys()):
+            self._visit(fields(owner)[key], f"{name}.{key}", partial(_set_attribute, owner, key))
 
     def _visit(self, value: Any, name: str, put: Put | None) -> None:
         if type(value) in _PLAIN or (isinstance(value, _CONTAINERS) and not value):
@@ -239,11 +236,6 @@ def _globals_of(function: FunctionType) -> dict[str, Any]:
         return found
     used = {each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
     return {key: value for key, value in found.items() if key in used}
-
-
-def _slots(kind: type) -> dict[str, Any]:
-    """The descriptors of what an object holds without `__dict__`."""
-    return {key: value for key, value in vars(kind).items() if isinstance(value, MemberDescriptorType)}
 
 
 def _shown(key: Any) -> str:

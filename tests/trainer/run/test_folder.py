@@ -263,8 +263,9 @@ def test_a_folder_that_cannot_come_back_is_named(by_a_run: bool) -> None:
                 folder.write_text("")
             elif batch_idx == 3:
                 folder.rename("moved")
-                other.stdin.write(b"x")  # type: ignore[union-attr]
-                other.stdin.flush()  # type: ignore[union-attr]
+                assert other.stdin is not None
+                other.stdin.write(b"x")
+                other.stdin.flush()
                 while not held.exists():
                     time.sleep(0.01)
 
