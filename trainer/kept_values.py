@@ -240,7 +240,11 @@ def encoded(value: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    return copy.deepcopy(tree_map_only(Tensor, Tensor.cpu, encoded(value)))
+    return copy.deepcopy(on_host(encoded(value)))
+
+
+def on_host(content: Any) -> Any:
+    return tree_map_only(Tensor, Tensor.cpu, content)
 
 
 def take(layer: Any, name: str, value: Any) -> None:

@@ -35,6 +35,7 @@ from lockstep.trainer.kept_values import (
     mark_of,
     moved,
     not_of_users,
+    on_host,
     storages,
     take,
     tensors_in,
@@ -89,27 +90,49 @@ class Changes:
             if path in self._at_start:
                 self._at_start[path].marks.pop(name, None)
 
-    def note_begun(self, of_run: Iterable[Any], has_hooks: bool) -> None:
+    def note_begun(self, of_run: Iterable[Any], has_hooks: bool) -> list[str]:
         """Called once `on_train_start` has been, which every run calls. What hooks of the start have left, if there are
-        any, as when the run was new is again what the run that is resumed had made of it."""
+        any, as when the run was new is again what the run that is resumed had made of it. Returns the names of what
+        they have changed to something else."""
         self._of_run += of_run
         marks, owners = self._marks(), dict(self._owners())
         self._had = {
             path: {n for n, value in fields(owner).items() if value is not None} for path, owner in owners.items()
         }
+        giving_way, resumed, self._resumed = [*self._giving_way(marks)], self._resumed, {}
         made = {path: found for path, found in marks.items() if not self._is_known(path, found.owner)}
         for parent in self._at_start.values():
             for name, value in fields(parent.owner).items():
                 if any(found.owner is part for found in made.values() for part in _parts(value)):
                     parent.marks[name] = mark_of(value, MOST_ITEMS)
-        known, self._at_start = self._at_start, self._at_start | made
+        self._at_start |= made
         before, self._begun, self._begun_marks = self._begun, self._left(marks) if has_hooks else {}, marks
+        given = {(path, name) for path, name, _ in giving_way}
+        otherwise = [
+            _shown(path, name)
+            for path, values in before.items()
+            for name in values.keys() & resumed.get(path, {}).keys() & self._begun.get(path, {}).keys()
+            if (path, name) not in given and not is_equal(self._begun[path][name], on_host(resumed[path][name]))
+        ]
+        for path, name, value in giving_way:
+            if path in owners:
+                take(owners[path], name, value)
+        return sorted(otherwise)
+
+    def _giving_way(self, marks: Mapping[str, _Marks]) -> Iterator[tuple[str, str, Any]]:
+        """What hooks of the start have left as when the run was new, or have yet to make, with the value that the run
+        that is resumed has of it."""
         for path, values in self._resumed.items():
-            for name, value in values.items() if path in owners else ():
-                left = self._begun.get(path, {}).get(name, NOTHING)
-                if path not in known or (name in before.get(path, ()) and is_equal(left, before[path][name])):
-                    take(owners[path], name, value)
-        self._resumed = {}
+            for name, value in values.items():
+                if path in self._at_start:
+                    if path not in marks or name not in self._begun.get(path, ()):
+                        continue
+                    owner, own = marks[path]
+                    if not is_savable(own.get(name, (None, None))):
+                        continue
+                    if not is_equal(copied(fields(owner)[name]), self._begun[path][name]):
+                        continue
+                yield path, name, value
 
     def _is_known(self, path: str, owner: Any) -> bool:
         return path in self._at_start and self._at_start[path].owner is owner
@@ -144,6 +167,10 @@ class Changes:
                 on_device.append(_shown(path, name))
             values.setdefault(path, {})[name] = encoded(value)
         lost += [_shown(path, name) for path in apart for name in values.pop(path, ())]
+        for path, name, value in self._giving_way(all_marks):  # where hooks of the start are still called
+            values.setdefault(path, {})[name] = value
+            if any(tensor.device.type != "cpu" for tensor in tensors_in(value)):
+                on_device.append(_shown(path, name))
         owners = {path: found.owner for path, found in all_marks.items()}
         known = set(map(id, (*owners.values(), *self._of_run)))
         lost += [_shown(path, name) for path, owner in owners.items() for name in _iterators(owner, known)]
@@ -155,7 +182,7 @@ class Changes:
         return {"values": values, "lost": [*dict.fromkeys(lost)], "on_device": on_device, "begun": begun}
 
     def _since_begun(self, path: str, marks: Mapping[str, _Marks]) -> dict[str, Any]:
-        """What hooks of the start have left in an owner and is no longer so."""
+        """The values that hooks of the start left in an owner and that have changed since."""
         if path not in self._begun_marks:  # hooks of the start are still called
             return self._begun[path]
         if path not in marks:

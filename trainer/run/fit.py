@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from itertools import filterfalse
 from typing import TYPE_CHECKING
@@ -21,11 +20,10 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import StepHooks, StepResult, StepVote
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.phase import CALLBACKS, END_OF_STEP, OPTIMIZER_STEP, set_phase
-from lockstep.trainer.checkpoint.manifest import refused
 from lockstep.trainer.run import evaluate, publish, saving
 from lockstep.trainer.run.guards import check_weight, on_any_rank
 from lockstep.trainer.run.hooks import is_users, refuse_skip
-from lockstep.trainer.setup import assigned, prepare
+from lockstep.trainer.setup import assigned, prepare, start_hooks
 from lockstep.trainer.setup.loaders import follow_training, samples_of_all
 from lockstep.trainer.setup.optimizers import step_schedulers
 from lockstep.trainer.setup.own_steps import in_its_place, with_local_steps
@@ -131,12 +129,7 @@ def _begin(run: RunState, module: Module, loop: FitLoop) -> bool:
         evaluate.sanity_check(run, module, loop.val_loaders)
     trains = 0 not in (run.max_epochs, run.max_steps)
     assigned.call(run, module, loop, run.hooks.on_train_start if trains else (), last=True)
-    if run.start_hooks is not None:
-        run.start_hooks.end(run, module)
-    if run.attributes is not None:
-        of_run = [*run.optimizers.values(), *(config.scheduler for config in run.schedulers)]
-        with nullcontext() if run.resumed is None else refused(run.resumed.path):
-            run.attributes.note_begun(of_run, run.start_hooks is not None)
+    start_hooks.end(run, module)
     if not trains:
         if run.is_global_zero:
             _log.warning("fit trains nothing, as max_epochs, max_steps or limit_train_batches is 0")

@@ -95,6 +95,8 @@ def save(
     with ExitStack() as while_saving:
         for state in run.parameter_states.values():
             while_saving.enter_context(state.saving())
+        if run.start_hooks is not None:
+            while_saving.enter_context(run.start_hooks.as_it_will_be(run, run.module))
         if weights_only:
             while_saving.enter_context(run.strategy.evaluation_weights(run.wrapped, run.optimizers.values()))
             _save_weights(run, run.module, path, run.strategy.state_dict(run.wrapped, {}), **options)

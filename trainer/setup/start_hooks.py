@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.sync.collectives import all_gather
 from lockstep.trainer.checkpoint import snapshot
+from lockstep.trainer.checkpoint.manifest import refused
 from lockstep.trainer.run.hooks import is_users
 from lockstep.trainer.seeding import rng_state, set_rng_state
 from lockstep.trainer.setup import resume
@@ -59,7 +60,7 @@ class StartHooks:
             self._left |= {tuple(key): _plain(value) for key, value in state.get("left", ())}
 
     def state_dict(self, run: RunState, module: Module) -> dict[str, Any]:
-        """What these hooks left and is no longer so."""
+        """The options that these hooks left and that have changed since."""
         now = _options(module, list(run.optimizers.values()))
         left = [[list(key), value] for key, value in self._left.items() if _plain(now.get(key, value)) != value]
         return {"left": left} if left else {}
@@ -69,21 +70,26 @@ class StartHooks:
         if self._optimizers is None:
             self._optimizers = list(run.optimizers.values())
             self._before = _options(module, self._optimizers)
-        written = dict[str, None]()
         for hook in hooks:
             if self._streams is None or not _is_theirs(hook):
                 hook()
                 continue
-            before = _marks(module)
-            with self._drawing(run):
-                hook()
-            written |= {name: None for name, mark in _marks(module).items() if before.get(name, mark) != mark}
-        if self._streams is None or not _on_any_rank(run, bool(written)):
+            before, self.aside = _marks(module), rng_state(run.streams)
+            set_rng_state(self._streams, run.streams)
+            hook()
+            self._streams = rng_state(run.streams)
+            set_rng_state(self.aside, run.streams)
+            self.aside = None
+            self._load_again(run, module, [n for n, mark in _marks(module).items() if before.get(n, mark) != mark])
+
+    def _load_again(self, run: RunState, module: Module, written: list[str]) -> None:
+        """Load the weights if a hook has `written` to some on any rank. Every rank calls it."""
+        if not _on_any_rank(run, bool(written)):
             return
         assert run.resumed is not None
         if written and run.strategy.topology.data_rank == 0:
             _log.info(
-                f"{', '.join([*written][:5])}: a hook of the start has written to these weights of a run that is "
+                f"{', '.join(written[:5])}: a hook of the start has written to these weights of a run that is "
                 "resumed; those of its checkpoint are trained on"
             )
         now = _options(module, list(run.optimizers.values()))
@@ -94,40 +100,54 @@ class StartHooks:
         _take(module, run.optimizers, now)
 
     @contextmanager
-    def _drawing(self, run: RunState) -> Iterator[None]:
-        """While it lasts a hook draws what it drew as the run was new."""
-        if self._streams is None:
+    def as_it_will_be(self, run: RunState, module: Module) -> Iterator[None]:
+        """While it lasts, for a save, the options that will give way have."""
+        if self._streams is None or self._optimizers is None:
             yield
             return
-        self.aside = rng_state(run.streams)
-        set_rng_state(self._streams, run.streams)
-        yield
-        self._streams = rng_state(run.streams)
-        set_rng_state(self.aside, run.streams)
-        self.aside = None
+        now, as_then = self._as_then(run, module)
+        _take(module, run.optimizers, {key: self._before[key] for key in as_then})
+        try:
+            yield
+        finally:
+            _take(module, run.optimizers, now)
 
-    def end(self, run: RunState, module: Module) -> None:
-        """Called once the last ones have been. Every rank calls it."""
-        optimizers, before = self._optimizers, self._before
-        now = _options(module, list(run.optimizers.values()))
-        self._before, self._optimizers = {}, None
-        if self._streams is not None and optimizers is not None:
-            if optimizers != list(run.optimizers.values()):  # others, which continue with what was saved
-                before = {key: value for key, value in before.items() if len(key) == 1}
-            as_then = {key for key, value in now.items() if key in self._left and self._left[key] == _plain(value)}
-            changed = {key for key, value in now.items() if value != before.get(key, value)}
-            self._report(run, sorted(changed - as_then))
-            if _take(module, run.optimizers, {key: before[key] for key in as_then & before.keys()}):
-                run.strategy.adopt_changes(run.wrapped)
+    def _as_then(self, run: RunState, module: Module) -> tuple[Options, set[tuple[str, ...]]]:
+        """The options of now; those that hooks have left as when the run was new, and that others were before."""
+        now, before = _options(module, list(run.optimizers.values())), self._before
+        if self._optimizers != list(run.optimizers.values()):  # others, which continue with what was saved
+            before = {key: value for key, value in before.items() if len(key) == 1}
+        return now, {
+            key for key in now.keys() & before.keys() & self._left.keys() if self._left[key] == _plain(now[key])
+        }
+
+    def end(self, run: RunState, module: Module) -> list[str]:
+        """Called once the last ones have been. Every rank calls it. Returns the names of the options that hooks have
+        changed otherwise than when the run was new."""
+        now, as_then = self._as_then(run, module)
+        otherwise = sorted(key for key in now if now[key] != self._before.get(key, now[key]) and key not in as_then)
+        if self._streams is None:
+            otherwise = []
+        elif _take(module, run.optimizers, {key: self._before[key] for key in as_then}):
+            run.strategy.adopt_changes(run.wrapped)
         self._left = {key: _plain(value) for key, value in now.items()}
+        self._before, self._optimizers = {}, None
+        return [f"{name} of group {of[1]}" if of else f"requires_grad of {name}" for *of, name in otherwise]
 
-    def _report(self, run: RunState, changed: list[tuple[str, ...]]) -> None:
-        if changed and run.is_global_zero:
-            names = [f"{name} of group {of[1]}" if of else f"requires_grad of {name}" for *of, name in changed[:5]]
-            _log.info(
-                f"hooks of the start have set {', '.join(names)} of a run that is resumed otherwise than as it was "
-                "new: what they set holds"
-            )
+
+def end(run: RunState, module: Module) -> None:
+    """Called once the hooks of the start have been. Every rank calls it."""
+    if run.attributes is None:
+        return
+    otherwise = [] if run.start_hooks is None else run.start_hooks.end(run, module)
+    of_run = [*run.optimizers.values(), *(config.scheduler for config in run.schedulers)]
+    with nullcontext() if run.resumed is None else refused(run.resumed.path):
+        otherwise += run.attributes.note_begun(of_run, run.start_hooks is not None)
+    if otherwise and run.is_global_zero:
+        _log.info(
+            f"hooks of the start have set {', '.join(otherwise[:5])} of a run that is resumed otherwise than as it was "
+            "new: what they set holds"
+        )
 
 
 def is_needed(run: RunState) -> bool:

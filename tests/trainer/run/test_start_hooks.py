@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from pathlib import Path
 from threading import Lock
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from lockstep import Module
 from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.trainer.checkpoint.store import CheckpointError
+from tests.trainer.checkpoint.damage import replace, sign
 from tests.trainer.toy import loader, quiet
 
 
@@ -275,12 +278,96 @@ class SavesAsItStarts(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def test_a_save_as_a_resumed_run_starts_is_of_that_run(tmp_path: Path) -> None:
-    whole = fit(Begins, tmp_path / "a", "single")
+class BeginsEverything(Decays):
+    """Sets an attribute, weights, layers and the learning rate before a callback saves, and makes an object."""
+
+    def on_fit_start(self) -> None:
+        self.factor, self.meter = 0.5, Meter()
+        self.net[0].requires_grad_(False)
+        with torch.no_grad():
+            self.net[2].bias.zero_()
+        super().on_train_start()
+
+    def on_train_start(self) -> None: ...
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self.factor += self.meter.value
+        self.meter.value += 0.1
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+@pytest.mark.parametrize("kind", [Begins, Draws, BeginsEverything])
+def test_a_save_as_a_resumed_run_starts_is_of_that_run(kind: type[Begins], tmp_path: Path) -> None:
+    whole = fit(kind, tmp_path / "a", "single")
     torch.manual_seed(3)
-    saver = SavesAsItStarts(tmp_path / "start")
-    quiet(accelerator="cpu", max_epochs=3, callbacks=[saver]).fit(
-        Begins(), loader(48, 8), ckpt_path=str(tmp_path / "a" / "step=8")
+    saver, module = SavesAsItStarts(tmp_path / "start"), kind()
+    options: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 3}
+    quiet(**options, callbacks=[saver]).fit(module, loader(48, 8), ckpt_path=str(tmp_path / "a" / "step=14"))
+    again = fit(kind, tmp_path / "b", "single", str(tmp_path / "start"))
+    for resumed in (module, again):
+        assert all(map(torch.equal, whole.state_dict().values(), resumed.state_dict().values()))
+
+
+class Moves(Begins):
+    """Changes what it finds, each time that it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def on_train_start(self) -> None:
+        self.seen.append(1)
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.5
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(2)
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.9
+
+
+def test_what_they_set_otherwise_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(Moves, tmp_path / "a", "single", max_steps=2)
+    with caplog.at_level(logging.INFO, "lockstep"):
+        fit(Moves, tmp_path / "b", "single", str(tmp_path / "a" / "step=2"), max_steps=3)
+    assert (
+        "hooks of the start have set lr of group 0, seen of a run that is resumed otherwise than as it" in caplog.text
     )
-    again = fit(Begins, tmp_path / "b", "single", str(tmp_path / "start"))
-    assert all(map(torch.equal, whole.state_dict().values(), again.state_dict().values()))
+
+
+class Assigns(Begins):
+    """Writes to weights, and then sets other optimizers than it has configured."""
+
+    def on_fit_start(self) -> None:
+        with torch.no_grad():
+            self.net[0].weight.fill_(0.1)
+
+    def on_train_start(self) -> None:
+        parts = self.net[0].parameters(), self.net[2].parameters()
+        self.trainer.optimizers = [torch.optim.Adam(part, lr=0.01) for part in parts]
+
+
+def test_weights_are_loaded_again_where_optimizers_are_set(tmp_path: Path) -> None:
+    whole = fit(Assigns, tmp_path / "a", "single")
+    resumed = fit(Assigns, tmp_path / "b", "single", str(tmp_path / "a" / "step=8"))
+    assert all(map(torch.equal, whole.state_dict().values(), resumed.state_dict().values()))
+
+
+class MakesAMeter(Begins):
+    def on_fit_start(self) -> None:
+        self.meter = Meter()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.meter.value += 0.1
+
+
+@pytest.mark.parametrize("value", [{"__generator__": 5}, {"__items__": 5}, {"__items__": [1], "kind": "zz"}])
+def test_a_damaged_value_of_what_they_make_is_an_error_of_the_checkpoint(value: Any, tmp_path: Path) -> None:
+    fit(MakesAMeter, tmp_path / "a", "single", max_steps=2)
+    path = tmp_path / "a" / "step=2"
+    manifest, state = (json.loads((path / name).read_text()) for name in ("manifest.json", "rank-00000.json"))
+    state["attributes"]["values"]["meter"]["value"] = value
+    replace(path, manifest, "rank-00000.json", json.dumps(state).encode())
+    sign(path, manifest)
+    with pytest.raises(CheckpointError, match="step=2"):
+        fit(MakesAMeter, tmp_path / "b", "single", str(path))
