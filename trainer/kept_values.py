@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import PurePath
 from types import MemberDescriptorType
@@ -267,6 +267,22 @@ def take(layer: Any, name: str, value: Any) -> None:
         take_data(layer, {name: kept})
     else:
         take_data(layer, {name: value})
+
+
+def as_it_is(owner: Any, name: str) -> Callable[[], None]:
+    """What gives an attribute the object back that it is now, with the content that it has now."""
+    own = fields(owner)
+    if name not in own:
+        return lambda: delattr(owner, name) if name in fields(owner) else None
+    now = own[name]
+    content = copied(now) if is_savable(mark_of(now, MOST_ITEMS)) else None
+
+    def put_back() -> None:
+        _put(owner, name, now)
+        if content is not None:
+            take(owner, name, content)
+
+    return put_back
 
 
 def moved(value: Any, device: Any) -> Any:

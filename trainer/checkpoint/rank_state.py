@@ -14,6 +14,7 @@ from lockstep.callbacks._support.parameter_state import ParameterState
 from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.strategies.devices import move
 from lockstep.strategies.modules.blocks import holds_states, join_states
+from lockstep.trainer.checkpoint.manifest import refused
 from lockstep.trainer.metrics.entry import COMBINE
 from lockstep.trainer.run.attributes import alike
 from lockstep.trainer.seeding import derive, has, rng_state, seed_everything, set_rng_state
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from lockstep.trainer.module import Module
     from lockstep.trainer.run.attributes import Changes
     from lockstep.trainer.run.state import RunState
+    from lockstep.trainer.setup.reload import Reload
 
 _log = logging.getLogger("lockstep")
 
@@ -54,6 +56,7 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
         "samples": metrics.samples,
         "loader": pack(run.train_dataloader.state_dict(), f"{folder}/loader", tensors),
         **({} if run.attributes is None else _attributes(run.attributes, f"{folder}/attributes", tensors)),
+        **({} if run.reload is None else {"reload": pack(run.reload.state_dict(), f"{folder}/reload", tensors)}),
         **({"kept": kept} if kept else {}),
         **({"stop": True} if run.stop_is_pending else {}),
         **({} if run.shares is None else {"shares": run.shares.save(folder, tensors, of_validation)}),
@@ -68,6 +71,24 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
             if name not in of_validation and not name.startswith(parts_too)  # which the resumed run repeats
         },
     }
+
+
+def restore_reload(reload: Reload, checkpoint: Checkpoint) -> None:
+    """Give it what all ranks had saved of the loaders. Every rank calls it, before these are made."""
+    ranks = [checkpoint.rank_state(rank) or {} for rank in range(checkpoint.world_size)]
+    saved = [unpack(state.get("reload", {}), checkpoint.read) for state in ranks]
+    reload.load_state_dicts(saved, checkpoint.state["progress"]["current_epoch"])
+
+
+def restore_trainability(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
+    """Freeze and unfreeze what the saved run had frozen and unfrozen since it began. Every rank calls it."""
+    with refused(checkpoint.path):
+        changed: dict[str, bool] = {}
+        for rank in range(checkpoint.world_size):
+            changed |= (checkpoint.rank_state(rank) or {}).get("trainability", {})
+    if changed:
+        resume.restore_trainability(module, changed)
+        run.strategy.adopt_changes(run.wrapped)
 
 
 def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:

@@ -81,6 +81,8 @@ def _rank_faults(checkpoint: Checkpoint) -> str | None:
             return f"rank-{rank:05d}.json has no valid kept"
         if not _are_changes(state.get("attributes", {})):
             return f"rank-{rank:05d}.json has no valid attributes"
+        if not _is_reload(state.get("reload", {})):
+            return f"rank-{rank:05d}.json has no valid reload"
         if not _are_start_hooks(state.get("start_hooks", {})):
             return f"rank-{rank:05d}.json has no valid start_hooks"
         if not _is_dict(state.get("shares", {}), lambda metric: _is_dict(metric, _is_torchmetric)):
@@ -250,6 +252,18 @@ def _are_changes(value: Any) -> bool:
         and _is_list(value.get("lost"), _is_str)
         and _is_list(value.get("on_device"), _is_str)
         and _is_dict(value.get("begun", {}), _is_object)
+    )
+
+
+def _is_reload(value: Any) -> bool:
+    return value == {} or (
+        isinstance(value, dict)
+        and value.keys() == {"made_for", "global_step", "metrics", "attributes", "weights"}
+        and is_count(value["made_for"])
+        and is_count(value["global_step"])
+        and _is_dict(value["metrics"], is_number)
+        and _are_changes(value["attributes"])
+        and type(value["weights"]) is bool
     )
 
 

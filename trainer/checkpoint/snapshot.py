@@ -136,11 +136,15 @@ def _shared_state(
     }
 
 
-def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
-    """Put a run back to where `checkpoint` was saved. Every rank calls it, after everything is built."""
+def restore(
+    run: RunState, module: Module, checkpoint: Checkpoint, make_loaders: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Put a run back to where `checkpoint` was saved. Every rank calls it, after everything is built. Returns what
+    `make_loaders` did, which is called once weights are there."""
     state = checkpoint.state
-    _restore_trainability(run, module, checkpoint)
+    rank_state.restore_trainability(run, module, checkpoint)
     _restore_training(run, checkpoint, resume.are_assigned(state.get("configured")))
+    made = make_loaders()
     with refused(checkpoint.path):
         progress, loader = run.progress, run.train_dataloader
         progress.load_state_dict(state["progress"])
@@ -154,6 +158,7 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
             shown.update({n: torch.tensor(value, dtype=torch.float64) for n, value in state.get(key, {}).items()})
 
         rank_state.restore(run, module, checkpoint)
+    return made
 
 
 def restore_datamodule(run: RunState, checkpoint: Checkpoint) -> None:
@@ -216,17 +221,6 @@ def check_configured(run: RunState, checkpoint: Checkpoint) -> None:
     with refused(checkpoint.path):
         saved = checkpoint.state.get("configured")
         resume.check(checkpoint.path, saved, run.configured, same_world, run.is_global_zero)
-
-
-def _restore_trainability(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
-    """Freeze and unfreeze what the saved run had frozen and unfrozen since it began. Every rank calls it."""
-    with refused(checkpoint.path):
-        changed: dict[str, bool] = {}
-        for rank in range(checkpoint.world_size):
-            changed |= (checkpoint.rank_state(rank) or {}).get("trainability", {})
-    if changed:
-        resume.restore_trainability(module, changed)
-        run.strategy.adopt_changes(run.wrapped)
 
 
 def restore_weights(run: RunState, path: str | Path, weights: Reader) -> None:

@@ -9,9 +9,10 @@ import sys
 from abc import ABC
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from io import IOBase
 from types import SimpleNamespace
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -24,6 +25,7 @@ from lockstep.trainer.kept_values import (
     NOTHING,
     STATEFUL,
     Mark,
+    as_it_is,
     copied,
     encoded,
     fields,
@@ -41,6 +43,9 @@ from lockstep.trainer.kept_values import (
     tensors_in,
 )
 
+if TYPE_CHECKING:
+    from lockstep.trainer.datamodule import DataModule
+
 _HPARAMS = "_hparams"
 """Made, with nothing in it, when `hparams` is first read, as the first save does."""
 _DEPTH, _MANY, _MOST = 3, 64, 1000
@@ -53,23 +58,30 @@ _OTHERS = (nn.Module, Callback, Dataset, DataLoader, Sampler, type, *STATEFUL)
 
 class Changes:
     """What user code has changed since a fit was set up in the attributes of the module, of layers of its own classes,
-    of callbacks of such classes that save no state by themselves, and of other objects of such classes that these hold:
-    numbers, strings, tensors, arrays, generators, small containers of them, and optimizers and schedulers that are not
-    the run's, which are saved, and other objects, which are not."""
+    of callbacks and a DataModule of such classes that save no state by themselves, and of other objects of such classes
+    that these hold: numbers, strings, tensors, arrays, generators, small containers of them, and optimizers and
+    schedulers that are not the run's, which are saved, and other objects, which are not."""
 
-    def __init__(self, module: nn.Module, callbacks: Iterable[Callback] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, callbacks: Iterable[Callback] = (), datamodule: DataModule | None = None
+    ) -> None:
         self._module = module
-        self._callbacks = dict[str, Callback]()
-        for each in filter(_has_no_state, callbacks):
-            same = sum(other.state_key == each.state_key for other in self._callbacks.values())
-            self._callbacks[f"callbacks.{each.state_key}{same or ''}"] = each
+        callbacks = [*filter(_has_no_state, callbacks)]
+        keys = [each.state_key for each in callbacks]
+        self._beside: dict[str, Any] = {
+            f"callbacks.{key}{keys[:i].count(key) or ''}": each
+            for i, (key, each) in enumerate(zip(keys, callbacks, strict=True))
+        }
+        """Callbacks and the DataModule."""
+        if datamodule is not None and _saves_nothing(datamodule):
+            self._beside["datamodule"] = datamodule
         self._of_run: list[Any] = []
         """The run's optimizers and schedulers, which are saved by themselves."""
         self._at_start = self._marks()
         self._had: dict[str, set[str]] = {}
         """By owner the attributes that every run has as its first step begins."""
         self._by_hook: set[tuple[str, str]] = set()
-        """What `on_load_checkpoint` has taken up."""
+        """What `on_load_checkpoint` has taken up, and loader methods have made."""
         self._begun: dict[str, dict[str, Any]] = {}
         """By owner and name the values that hooks of the start have left; before they are called, those that they had
         left in the run that is resumed, and that it has changed since."""
@@ -217,6 +229,25 @@ class Changes:
                     if is_taken and is_savable(mark_of(now := fields(owners[path])[name], MOST_ITEMS)):
                         self._resumed.setdefault(path, {})[name] = copy.deepcopy(encoded(now))
 
+    @contextmanager
+    def as_saved(self, state: Mapping[str, Any], device: Any) -> Iterator[None]:
+        """While it lasts attributes have the values that `state_dict` returned, and then those of before. What is made
+        meanwhile of objects that are not saved, a run that is continued has."""
+        owners, before, put_back = dict(self._owners()), self._marks(), []
+        for path, values in state.get("values", {}).items():
+            for name, value in values.items():
+                if path in owners and is_free(owners[path], name):
+                    put_back.append(as_it_is(owners[path], name))
+                    value = moved(value, device) if _shown(path, name) in state["on_device"] else value
+                    take(owners[path], name, copy.deepcopy(value))
+        yield
+        for path, (_, marks) in self._marks().items():
+            was = before[path].marks if path in before else {}
+            made = {name for name, mark in marks.items() if not is_savable(mark) and was.get(name) != mark}
+            self._by_hook |= {(path, name) for name in made}
+        for each in reversed(put_back):
+            each()
+
     def lost(self, state: Mapping[str, Any]) -> list[str]:
         """The names of what `state` does not hold and no hook has taken up."""
         parts = [(shown, *shown.rpartition(".")[::2]) for shown in state.get("lost", [])]
@@ -240,7 +271,7 @@ class Changes:
     def _owners(self) -> Iterator[tuple[str, Any]]:
         """By name all whose attributes are saved."""
         seen, paths = set[int](), set[str]()
-        for path, owner in (*_layers(self._module), *self._callbacks.items()):
+        for path, owner in (*_layers(self._module), *self._beside.items()):
             for shown, found in ((path, owner), *_objects(owner, path, _DEPTH, seen)):
                 while shown in paths:  # as of the keys 1 and "1" of a dict
                     shown += "'"
@@ -319,6 +350,13 @@ def _has_no_state(callback: Callback) -> bool:
     return not issubclass(kind, Logger) and kind.state_dict is Callback.state_dict and _is_of_users_code(kind)
 
 
+def _saves_nothing(datamodule: DataModule) -> bool:
+    """Whether it is of a class of the user's that says nothing of what is saved."""
+    of_users = [cls for cls in type(datamodule).__mro__[:-1] if not cls.__module__.startswith("lockstep.")]
+    own = ("state_dict", "load_state_dict")
+    return all(cls in _BARE or (_is_of_program(cls) and not any(n in vars(cls) for n in own)) for cls in of_users)
+
+
 def _objects(owner: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
     for name, value in fields(owner).items():
         if name in not_of_users(owner) or not name.isidentifier():
@@ -332,7 +370,7 @@ def _objects(owner: Any, path: str, depth: int, seen: set[int]) -> Iterator[tupl
             kind: Any = type(item)
             if id(item) in seen or len(seen) == _MOST or issubclass(kind, _OTHERS) or not _is_of_users_code(kind):
                 continue
-            if any("train_dataloader" in vars(cls) for cls in kind.__mro__):  # a DataModule has its own state
+            if any("train_dataloader" in vars(cls) for cls in kind.__mro__):  # a DataModule, which is saved by itself
                 continue
             seen.add(id(item))
             yield (here := _shown(path, shown)), item

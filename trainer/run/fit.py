@@ -23,7 +23,7 @@ from lockstep.strategies.launch.phase import CALLBACKS, END_OF_STEP, OPTIMIZER_S
 from lockstep.trainer.run import evaluate, publish, saving
 from lockstep.trainer.run.guards import check_weight, on_any_rank
 from lockstep.trainer.run.hooks import is_users, refuse_skip
-from lockstep.trainer.setup import assigned, prepare, start_hooks
+from lockstep.trainer.setup import assigned, prepare, reload, start_hooks
 from lockstep.trainer.setup.loaders import follow_training, samples_of_all
 from lockstep.trainer.setup.optimizers import step_schedulers
 from lockstep.trainer.setup.own_steps import in_its_place, with_local_steps
@@ -142,15 +142,15 @@ def _begin(run: RunState, module: Module, loop: FitLoop) -> bool:
 def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, Iterator[Window]]:
     """Whether to stop at once, and the epoch's windows from where the run is."""
     progress = run.progress
-    if loop.reload is not None and not progress.batches_seen:
-        loop.reload(loop)
+    if run.reload is not None and not progress.batches_seen:
+        run.reload(loop)
     if not progress.batches_seen:
         for hook in run.hooks.on_train_epoch_start:
             hook()
         if run.accumulate_grad_batches != loop.train_loader.plan["accumulate"]:
-            prepare.change_accumulation(run, loop)
+            reload.change_accumulation(run, loop)
     if follow_training(run, loop.train_loader):
-        prepare.measure_again(run, loop)
+        reload.measure_again(run, loop)
     stop = saving.agree_to_stop(run) or saving.is_at_last_step(run)
     run.should_stop, run.asked_to_stop = run.should_stop or run.asked_to_stop, False
     if loop.val_every is not None and _validation_is_due(run, loop):  # the resumed checkpoint was saved just before it

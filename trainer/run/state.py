@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lockstep.trainer.run.attributes import Changes
     from lockstep.trainer.run.folder import RunFolder
     from lockstep.trainer.setup.compilation import Compiled
+    from lockstep.trainer.setup.reload import Reload
     from lockstep.trainer.setup.start_hooks import StartHooks
     from lockstep.trainer.shares.shares import Shares
     from lockstep.trainer.trainer import Trainer
@@ -159,6 +160,7 @@ class RunState:
     attributes: Changes | None = None
     """What user code has changed of the module's attributes."""
     start_hooks: StartHooks | None = None
+    reload: Reload | None = None
     """What the user's hooks of the start set, if there are any."""
     configured: dict[str, Any] = field(default_factory=dict)
     """Classes and initial values that `configure_optimizers` returned, or hooks of the start have set."""
@@ -294,6 +296,7 @@ class RunState:
                 "folder",
                 "shares",
                 "start_hooks",
+                "reload",
             )
         )
         gone |= {"streams": {}, "given_loaders": {}, "schedulers": [], "user_optimizers": [], "optimizers": {}}

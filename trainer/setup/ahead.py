@@ -9,7 +9,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.callbacks.training.finetuning import BaseFinetuning
 from lockstep.trainer.module import Module
 from lockstep.trainer.run.hooks import overrides
-from lockstep.trainer.setup import prepare
+from lockstep.trainer.setup import reload
 from lockstep.trainer.setup.loaders import combined
 
 if TYPE_CHECKING:
@@ -27,16 +27,16 @@ def check(run: RunState, module: Module, sources: Sources, stage: str, resumes: 
         run.strategy.check(module)
     if stage != "fit":
         return
-    prepare.Reload.of(run, module, sources)
+    reload.Reload.of(run, module, sources)
     given = combined(sources.loaders.get("train"))
     if given is None or run.strategy.capabilities.local_steps:  # whose loader reads every sample to know its clients
         return
     trial = copy.copy(run)  # of rank 0
     trial.strategy = copy.copy(run.strategy)
     trial.strategy.topology = run.strategy.expected_topology
-    num_batches = prepare.train_loader(trial, module, given)[2]
-    if not resumes and sources.loaders.get("val") is not None and prepare.validates(run, module):
-        prepare.validation_interval(run, num_batches)
+    num_batches = reload.train_loader(trial, module, given)[2]
+    if not resumes and sources.loaders.get("val") is not None and reload.validates(run, module):
+        reload.validation_interval(run, num_batches)
 
 
 def _is_changed_later(run: RunState, module: Module) -> bool:

@@ -1,0 +1,291 @@
+"""The loaders of a fit: made once, or with `reload_dataloaders_every_n_epochs` again as epochs begin."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from lockstep.strategies.data.randomness import Randomness
+from lockstep.strategies.data.sharded_loader import ShardedLoader
+from lockstep.trainer.kept_values import copied
+from lockstep.trainer.module import Module
+from lockstep.trainer.run.attributes import alike
+from lockstep.trainer.run.hooks import overrides
+from lockstep.trainer.seeding import derive
+from lockstep.trainer.setup.loaders import Sources, combined, evaluation_loaders, length_of, limit_of
+
+if TYPE_CHECKING:
+    from lockstep.trainer.run.state import RunState
+    from lockstep.trainer.setup.prepare import FitLoop
+
+_log = logging.getLogger("lockstep")
+
+
+def make(run: RunState, module: Module, sources: Sources, resumes: bool = True) -> dict[str, Any]:
+    """The loaders of a fit and what is measured of them, by their names in a `FitLoop`. Every rank calls it.
+
+    `resumes`: a run that is resumed continues with the windows that it had.
+    """
+    source = combined(sources.get(module, "train"))
+    return _with_validation(run, module, sources, source, train_loader(run, module, source, resumes=resumes))
+
+
+def _with_validation(
+    run: RunState, module: Module, sources: Sources, training: Any, made: tuple[ShardedLoader, int | None, int | None]
+) -> dict[str, Any]:
+    loader, limit, num_batches = made
+    val_loaders = _val_loaders(run, module, sources, training)
+    return {
+        "train_loader": loader,
+        "limit": limit,
+        "num_batches": num_batches,
+        "val_loaders": val_loaders,
+        "val_every": validation_interval(run, num_batches) if val_loaders else None,
+    }
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What loader methods see where they are called again."""
+
+    made_for: int = 0
+    """The epoch in which that was due."""
+    global_step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The Trainer's `callback_metrics`."""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    """As `attributes.Changes` saves them."""
+    weights: bool = False
+    """Whether they have read weights, which are those of the start of the epoch there."""
+
+
+class Reload:
+    """`reload_dataloaders_every_n_epochs`.
+
+    A run that is resumed calls loader methods as a new run does, and then once more with what they saw as the run that
+    was saved had called them last.
+    """
+
+    def __init__(self, run: RunState, module: Module, sources: Sources) -> None:
+        """Raises ValueError if there is no method to call again."""
+        self._every = run.arguments.reload_dataloaders_every_n_epochs
+        if sources.loaders.get("train") is not None and sources.loaders.get("val") is not None:
+            raise ValueError(
+                f"reload_dataloaders_every_n_epochs={self._every} calls train_dataloader and val_dataloader again, but "
+                "loaders were given to fit; define these methods in the Module or a DataModule"
+            )
+        self._run, self._module, self._sources = run, module, sources
+        self._seen = Seen(self._due(run.progress.current_epoch))
+
+    @classmethod
+    def of(cls, run: RunState, module: Module, sources: Sources) -> Reload | None:
+        return cls(run, module, sources) if run.arguments.reload_dataloaders_every_n_epochs else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self._seen)
+
+    def load_state_dicts(self, saved: list[dict[str, Any]], epoch: int) -> None:
+        """Take up what all ranks had saved, in `epoch`; versions that saved nothing are in the epoch that was due."""
+        if all(saved):
+            attributes = [state["attributes"] for state in saved]
+            own = (
+                attributes[self._run.strategy.topology.rank]
+                if len(saved) == self._run.world_size
+                else alike(attributes)
+            )
+            self._seen = Seen(**(saved[0] | {"attributes": own, "weights": any(state["weights"] for state in saved)}))
+        else:
+            self._seen = Seen(self._due(epoch))
+
+    @property
+    def is_of_later_epoch(self) -> bool:
+        """Whether loader methods have been called again."""
+        return self._seen.made_for > 0
+
+    def __call__(self, loop: FitLoop) -> None:
+        """Make the loaders again if that is due. Every rank calls it at the start of an epoch."""
+        run, due = self._run, self._due(self._run.progress.current_epoch)
+        if due == self._seen.made_for:
+            return
+        assert run.attributes is not None
+        metrics = {name: float(value) for name, value in run.callback_metrics.items()}
+        seen = Seen(due, run.progress.global_step, metrics, copied(run.attributes.state_dict()))
+        before = run.train_dataloader.plan
+        with self._drawing(due), ReadsOf(self._module) as reads:
+            source = combined(self._sources.get(self._module, "train"))
+            made = train_loader(run, self._module, source, before)
+            vars(loop).update(_with_validation(run, self._module, self._sources, source, made))
+        self._seen = replace(seen, weights=reads.found)
+
+    def make_again(self) -> dict[str, Any]:
+        """The loaders of the run that is resumed, as `make` returns them. Every rank calls it, once weights are back
+        and before all else is."""
+        run, seen = self._run, self._seen
+        assert run.attributes is not None and run.resumed is not None
+        run.progress.current_epoch, run.progress.global_step = seen.made_for, seen.global_step
+        run.callback_metrics |= {name: torch.tensor(value, dtype=torch.float64) for name, value in seen.metrics.items()}
+        with self._drawing(seen.made_for), run.attributes.as_saved(seen.attributes, run.strategy.topology.device):
+            made = make(run, self._module, self._sources)
+        run.callback_metrics.clear()
+        done = run.resumed.state["progress"]
+        is_over = done["epoch_closed"] or made["num_batches"] == done["batches_seen"]
+        are_in_use = self._due(done["current_epoch"] + is_over) == seen.made_for
+        if seen.weights and are_in_use and run.is_global_zero:
+            _log.warning(
+                f"loader methods read weights as epoch {seen.made_for} began, which the checkpoint does not have, so "
+                "the loaders may be others than in the run that was saved until they are made again: resume from the "
+                "end of an epoch after which they are, or keep in attributes what these methods make of weights"
+            )
+        return made
+
+    def _due(self, epoch: int) -> int:
+        return epoch - epoch % self._every
+
+    def _drawing(self, epoch: int) -> Randomness:
+        """What loader methods draw within is the same on all ranks and in a resumed run."""
+        return Randomness(derive(self._run.seed, "loaders", epoch))
+
+
+class ReadsOf(TorchFunctionMode):
+    """Notices whether weights of a module are read while it lasts."""
+
+    def __init__(self, module: Module) -> None:
+        super().__init__()
+        self._layers = {*map(id, module.modules())}
+        self._weights = {*map(id, (*module.parameters(), *module.buffers()))}
+        self.found = False
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._handle = register_module_forward_pre_hook(self._note)  # sharded layers compute with other tensors
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._handle.remove()
+        super().__exit__(*exception)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.found and isinstance(result, Tensor | float | list | tuple | np.ndarray):  # no size or device
+            given = [*args, *(kwargs or {}).values()]
+            given += [part for each in given if isinstance(each, list | tuple) for part in each]
+            self.found = not self._weights.isdisjoint(map(id, given)) and not isinstance(result, torch.Size)
+        return result
+
+    def _note(self, layer: Any, _: Any) -> None:
+        self.found |= id(layer) in self._layers
+
+
+def train_loader(
+    run: RunState, module: Module, source: Any, plan: Mapping[str, Any] | None = None, resumes: bool = True
+) -> tuple[ShardedLoader, int | None, int | None]:
+    """The sharded training loader, the limit of its batches in an epoch, and their number, if known.
+
+    `plan` is that of the loader whose place it takes in this run. `resumes`: a run that is resumed continues with the
+    windows that it had.
+    """
+    arguments, checkpoint = run.arguments, run.resumed if resumes else None
+    if source is None:
+        raise ValueError(
+            "fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader"
+        )
+    overfit = arguments.overfit_batches
+    accumulate = run.accumulate_grad_batches
+    if plan is None:
+        run.accumulation_at_start = accumulate
+        saved = None if checkpoint is None else checkpoint.state.get("accumulation")
+        if checkpoint is not None and saved is not None and saved["at_start"] == accumulate:  # hooks had changed it
+            accumulate, run.accumulate_grad_batches = checkpoint.state["windows"]["accumulate"], saved["now"]
+    loader = run.strategy.shard_loader(
+        source,
+        seed=derive(run.seed, "train"),
+        shuffle=False if overfit else None,
+        accumulate=accumulate,
+        split=arguments.split_batches,
+    )
+    run.train_dataloader = loader
+    if plan is not None:
+        loader.resume_windows({**loader.plan, "ranks": plan["ranks"]}, 0, whole=not module.automatic_optimization)
+    elif checkpoint is not None:
+        seen = checkpoint.state["progress"]["samples_seen"]
+        done = loader.resume_windows(checkpoint.state["windows"], seen, whole=not module.automatic_optimization)
+        if done is not None and run.is_global_zero:
+            _log.info(done)
+    return loader, *_measured(run, loader)
+
+
+def _measured(run: RunState, loader: ShardedLoader) -> tuple[int | None, int | None]:
+    """The limit of the batches in an epoch, and their number, if known."""
+    total, overfit = length_of(loader), run.arguments.overfit_batches
+    name = "overfit_batches" if overfit else "limit_train_batches"
+    limit = limit_of(overfit or run.arguments.limit_train_batches, total, name)
+    num_batches = total if limit is None else limit if total is None else min(limit, total)
+    if num_batches == 0:
+        raise ValueError("the training loader has no batch: its dataset is empty, or drop_last drops its only batch")
+    run.num_training_batches = math.inf if num_batches is None else num_batches
+    run.windows_per_epoch = loader.num_windows(limit)
+    return limit, num_batches
+
+
+def change_accumulation(run: RunState, loop: FitLoop) -> None:
+    """Make the windows that follow of `run.accumulate_grad_batches`. Every rank calls it at the start of an epoch.
+
+    Raises ValueError in manual optimization, and if the strategy cannot change it during a run.
+    """
+    assert run.module is not None
+    number = run.accumulate_grad_batches
+    refused = run.strategy.capabilities.refuses.get("accumulation_schedule")
+    if not run.module.automatic_optimization:
+        refused = f"{type(run.module).__name__} optimizes manually, so accumulate in its training_step"
+    if refused is not None:
+        raise ValueError(f"accumulate_grad_batches was set to {number} during the run, but {refused}")
+    loop.train_loader.set_accumulation(number)
+    measure_again(run, loop)  # fractions are of other numbers, where it splits
+
+
+def measure_again(run: RunState, loop: FitLoop) -> None:
+    """Measure an epoch of data of which another length is known."""
+    loop.limit, loop.num_batches = _measured(run, loop.train_loader)
+    loop.val_every = validation_interval(run, loop.num_batches) if loop.val_loaders else None
+
+
+def validates(run: RunState, module: Module) -> bool:
+    """Whether validation runs if there is data for it."""
+    return overrides(module, "validation_step", Module) and run.arguments.limit_val_batches != 0
+
+
+def _val_loaders(run: RunState, module: Module, sources: Sources, training: Any) -> list[ShardedLoader]:
+    overfit = run.arguments.overfit_batches
+    given = None
+    if validates(run, module):
+        given = training if overfit else sources.get(module, "val")
+    run.given_loaders["val"] = given
+    return evaluation_loaders(run, given, "val", overfit)
+
+
+def validation_interval(run: RunState, num_batches: int | None) -> int | None:
+    wanted = run.arguments.val_check_interval
+    if wanted is None or (isinstance(wanted, float) and wanted == 1.0):
+        return None
+    if isinstance(wanted, int):
+        if run.arguments.check_val_every_n_epoch is not None and num_batches is not None and wanted > num_batches:
+            raise ValueError(
+                f"val_check_interval={wanted} is more than the {num_batches} batches of an epoch; "
+                "lower it, or set check_val_every_n_epoch=None to count across epochs"
+            )
+        return wanted
+    if num_batches is None:
+        raise ValueError(
+            f"val_check_interval={wanted} is a fraction, which needs a training loader of known length; give a number "
+            "of batches"
+        )
+    return max(1, int(num_batches * wanted))
