@@ -151,5 +151,4 @@ def test_fractions_of_an_epoch_follow_the_schedule_where_batches_are_split(tmp_p
     alone = run()
     assert [epoch for epoch, _ in alone] == [0, 0, 1, 1, 2, 2, 3]
     for step in (6, 7, 9):
-        found = run(tmp_path / f"step={step}")
-        assert found == alone[-len(found) :] and found[0][1] >= step, step
+        assert run(tmp_path / f"step={step}") == alone, step  # the callback has its list back
