@@ -41,14 +41,20 @@ class HyperParameters:
     @property
     def saved_hparams(self) -> dict[str, Any]:
         """Of `hparams` what checkpoints and loggers get: tensors, numbers, strings, paths, lists and dicts of them."""
-        return {name: value for name, value in self.hparams.items() if _savable(value)}
+        return {name: value for name, value in self._given_hparams.items() if _savable(value)}
 
     @property
     def unsaved_hparams(self) -> list[str]:
         """Names in `hparams` that checkpoints do not hold, but for those whose value is the default of `__init__`."""
         takes, saved = inspect.signature(type(self)).parameters, self.saved_hparams
         defaults = {name: parameter.default for name, parameter in takes.items()}
-        return [name for name, value in self.hparams.items() if name not in saved and defaults.get(name) is not value]
+        given = self._given_hparams
+        return [name for name, value in given.items() if name not in saved and defaults.get(name) is not value]
+
+    @property
+    def _given_hparams(self) -> dict[str, Any]:
+        """As `hparams`, which is not made here: a save in a hook leaves the module as it is."""
+        return self.__dict__.get("_hparams", {})
 
     @property
     def logs_hparams(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,6 +136,17 @@ class CountsInAHook(Toy):
 def test_what_a_hook_of_a_batch_sets_is_not_put_down_to_the_step_alone() -> None:
     with pytest.raises(RuntimeError, match="changed count, which would .* a rank runs, or a hook of a batch did; use"):
         fit(CountsInAHook())
+
+
+class SavesInAHook(Toy):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / f"{self.global_step}")
+
+
+@pytest.mark.ranks
+def test_a_save_in_a_hook_of_a_batch_changes_nothing(tmp_path: Path) -> None:
+    fit(SavesInAHook(), strategy="ddp", devices=2, virtual_ranks=4, default_root_dir=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
 def test_manual_optimization() -> None:
