@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,8 +36,9 @@ def make(run: RunState, module: Module, sources: Sources, resumes: bool = True) 
 
     `resumes`: a run that is resumed continues with the windows that it had.
     """
-    source = combined(sources.get(module, "train"))
-    return _with_validation(run, module, sources, source, train_loader(run, module, source, resumes=resumes))
+    with nullcontext() if run.reload is None else run.reload.drawing():
+        source = combined(sources.get(module, "train"))
+        return _with_validation(run, module, sources, source, train_loader(run, module, source, resumes=resumes))
 
 
 def _with_validation(
@@ -84,7 +86,7 @@ class Reload:
                 "loaders were given to fit; define these methods in the Module or a DataModule"
             )
         self._run, self._module, self._sources = run, module, sources
-        self._seen = Seen(self._due(run.progress.current_epoch))
+        self._seen = self._now({})
 
     @classmethod
     def of(cls, run: RunState, module: Module, sources: Sources) -> Reload | None:
@@ -117,10 +119,8 @@ class Reload:
         if due == self._seen.made_for:
             return
         assert run.attributes is not None
-        metrics = {name: float(value) for name, value in run.callback_metrics.items()}
-        seen = Seen(due, run.progress.global_step, metrics, copied(run.attributes.state_dict()))
-        before = run.train_dataloader.plan
-        with self._drawing(due), ReadsOf(self._module) as reads:
+        seen, before = self._now(copied(run.attributes.state_dict())), run.train_dataloader.plan
+        with self.drawing(), ReadsOf(self._module) as reads:
             source = combined(self._sources.get(self._module, "train"))
             made = train_loader(run, self._module, source, before)
             vars(loop).update(_with_validation(run, self._module, self._sources, source, made))
@@ -133,7 +133,7 @@ class Reload:
         assert run.attributes is not None and run.resumed is not None
         run.progress.current_epoch, run.progress.global_step = seen.made_for, seen.global_step
         run.callback_metrics |= {name: torch.tensor(value, dtype=torch.float64) for name, value in seen.metrics.items()}
-        with self._drawing(seen.made_for), run.attributes.as_saved(seen.attributes, run.strategy.topology.device):
+        with run.attributes.as_saved(seen.attributes, run.strategy.topology.device):
             made = make(run, self._module, self._sources)
         run.callback_metrics.clear()
         done = run.resumed.state["progress"]
@@ -150,9 +150,16 @@ class Reload:
     def _due(self, epoch: int) -> int:
         return epoch - epoch % self._every
 
-    def _drawing(self, epoch: int) -> Randomness:
-        """What loader methods draw within is the same on all ranks and in a resumed run."""
-        return Randomness(derive(self._run.seed, "loaders", epoch))
+    def _now(self, attributes: dict[str, Any]) -> Seen:
+        progress, metrics = self._run.progress, self._run.callback_metrics.items()
+        shown = {name: float(value) for name, value in metrics}
+        return Seen(self._due(progress.current_epoch), progress.global_step, shown, attributes)
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """What loader methods draw within is the same on all ranks and in a resumed run; at the beginning of a run the
+        streams of its `setup` are."""
+        due = self._due(self._run.progress.current_epoch)
+        return Randomness(derive(self._run.seed, "loaders", due)) if due else nullcontext()
 
 
 class ReadsOf(TorchFunctionMode):

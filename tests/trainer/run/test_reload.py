@@ -99,10 +99,10 @@ class HasData(Net):
 
 
 class Saves(Callback):
-    """Saves and ends the run after a step, or at the end of an epoch."""
+    """Saves, and ends the run, after a step or at the end of an epoch."""
 
-    def __init__(self, path: Path, step: int | None = None, epoch: int | None = None) -> None:
-        self.path, self.step, self.epoch = path, step, epoch
+    def __init__(self, path: Path, step: int | None = None, epoch: int | None = None, ends: bool = True) -> None:
+        self.path, self.step, self.epoch, self.ends = path, step, epoch, ends
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self.save(trainer, trainer.global_step == self.step)
@@ -113,7 +113,7 @@ class Saves(Callback):
     def save(self, trainer: Trainer, now: bool) -> None:
         if now:
             trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
+            trainer.should_stop = self.ends
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -158,6 +158,27 @@ def test_batches_of_another_size_are_those_of_as_many_ranks_as_before(tmp_path: 
     fit(GrowsBatches, saves=Saves(tmp_path / "saved", step=5), devices=2, precision="64-true")
     resumed = fit(GrowsBatches, tmp_path / "saved", devices=1, precision="64-true")
     assert is_equal(resumed, whole, within=1e-12)
+
+
+class Draws(Net):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Subset(data(64), torch.randperm(64)[:24].tolist()), batch_size=4)
+
+
+def test_a_second_fit_is_resumed_with_its_first_loaders(tmp_path: Path) -> None:
+    def trainer(*callbacks: Callback) -> Trainer:
+        options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1, "devices": 1, "accelerator": "cpu"}
+        return quiet(max_epochs=2, seed=0, callbacks=[*callbacks], **options)
+
+    torch.manual_seed(0)
+    whole, first = Draws(), trainer(Saves(tmp_path / "saved", step=15, ends=False))
+    first.fit(whole)
+    first.max_epochs = 4
+    first.fit(whole)
+    resumed, second = Draws(), trainer()
+    second.max_epochs = 4
+    second.fit(resumed, ckpt_path=tmp_path / "saved")
+    assert is_equal([*resumed.parameters()], [*whole.parameters()])
 
 
 class Mines(Net):
