@@ -4,7 +4,7 @@ gradients that manual optimization keeps from batch to batch."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,16 +15,16 @@ from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.strategies.devices import move
 from lockstep.strategies.modules.blocks import holds_states, join_states
 from lockstep.trainer.checkpoint.manifest import refused
+from lockstep.trainer.kept.changes import alike
 from lockstep.trainer.metrics.entry import COMBINE
-from lockstep.trainer.run.attributes import alike
 from lockstep.trainer.seeding import derive, has, rng_state, seed_everything, set_rng_state
 from lockstep.trainer.setup import resume
 
 if TYPE_CHECKING:
     from lockstep.strategies import Strategy
     from lockstep.trainer.checkpoint.store import Checkpoint
+    from lockstep.trainer.kept.changes import Changes
     from lockstep.trainer.module import Module
-    from lockstep.trainer.run.attributes import Changes
     from lockstep.trainer.run.state import RunState
     from lockstep.trainer.setup.reload import Reload
 
@@ -73,11 +73,12 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
     }
 
 
-def restore_reload(reload: Reload, checkpoint: Checkpoint) -> None:
-    """Give it what all ranks had saved of the loaders. Every rank calls it, before these are made."""
-    ranks = [checkpoint.rank_state(rank) or {} for rank in range(checkpoint.world_size)]
-    saved = [unpack(state.get("reload", {}), checkpoint.read) for state in ranks]
-    reload.load_state_dicts(saved, checkpoint.state["progress"]["current_epoch"])
+def restore_reload(run: RunState, reload: Reload, checkpoint: Checkpoint) -> None:
+    """Give it what this rank had saved of the loaders, or all ranks of another number of them. Every rank calls it,
+    before loaders are made."""
+    with refused(checkpoint.path):
+        saved = [_saved_by(checkpoint, rank, "reload") for rank in _own_ranks(run, checkpoint)]
+        reload.load_state_dicts(saved, checkpoint.state["progress"]["current_epoch"])
 
 
 def restore_trainability(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
@@ -97,7 +98,7 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
     saved = [checkpoint.rank_state(rank) or {} for rank in range(checkpoint.world_size)]
     run.asked_to_stop = any(rank_state.get("stop") is True for rank_state in saved)
     mine = saved[strategy.topology.rank] if strategy.topology.rank < len(saved) else {}
-    _restore_attributes(run, saved, mine, read)
+    _restore_attributes(run, checkpoint)
     if run.start_hooks is not None:
         run.start_hooks.resume(run, [rank_state.get("start_hooks", {}) for rank_state in saved])
     put_tensors(module, unpack((mine or saved[0]).get("kept", {}), read))
@@ -132,26 +133,36 @@ def _attributes(changes: Changes, name: str, tensors: dict[str, TensorShard]) ->
     return {"attributes": pack(state, name, tensors)} if state else {}
 
 
-def _restore_attributes(
-    run: RunState, saved: list[dict[str, Any]], mine: dict[str, Any], read: Callable[[str], Tensor]
-) -> None:
-    """Give the module the attributes that this rank had saved; on other ranks, those in which all had the same."""
+def _restore_attributes(run: RunState, checkpoint: Checkpoint) -> None:
     assert run.attributes is not None
-    states = [unpack(rank_state.get("attributes", {}), read) for rank_state in saved]
-    if len(saved) == run.world_size:
-        state = unpack(mine.get("attributes", {}), read)
-    else:
-        state = alike(states)
-    run.attributes.load_state_dict(state, run.strategy.topology.device)
+    state = attributes(run, checkpoint)
+    same = () if run.reload is None else run.reload.same
+    run.attributes.load_state_dict(state, run.strategy.topology.device, same)
     lost = run.attributes.lost(state)
-    within = run.progress.batches_seen and not run.progress.epoch_closed
-    if lost and run.is_global_zero and (within or len(saved) != run.world_size):
+    within = (run.progress.batches_seen and not run.progress.epoch_closed) or run.reload is not None
+    if lost and run.is_global_zero and (within or checkpoint.world_size != run.world_size):
         _log.warning(
-            "the checkpoint does not hold these attributes of the module or callbacks, which hooks or steps had "
-            f"changed: {', '.join(sorted(lost)[:10])}; they begin as they are built, and on_train_epoch_start is not "
-            "called within an epoch: save them in on_save_checkpoint and take them up in on_load_checkpoint if they "
-            "matter"
+            "the checkpoint does not hold these attributes of the module, callbacks or DataModule, which hooks or "
+            f"steps had changed: {', '.join(sorted(lost)[:10])}; they begin as they are built, and "
+            "on_train_epoch_start is not called within an epoch: save them in on_save_checkpoint and take them up in "
+            "on_load_checkpoint if they matter"
         )
+
+
+def attributes(run: RunState, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The attributes that this rank had saved; on another number of ranks, those in which all had the same."""
+    saved = [_saved_by(checkpoint, rank, "attributes") for rank in _own_ranks(run, checkpoint)]
+    return saved[0] if checkpoint.world_size == run.world_size else alike(saved)
+
+
+def _own_ranks(run: RunState, checkpoint: Checkpoint) -> Sequence[int]:
+    """Whose state this rank continues with: its own, or on another number of ranks that of all."""
+    ranks = range(checkpoint.world_size)
+    return ranks if len(ranks) != run.world_size else [run.strategy.topology.rank]
+
+
+def _saved_by(checkpoint: Checkpoint, rank: int, key: str) -> dict[str, Any]:
+    return unpack((checkpoint.rank_state(rank) or {}).get(key, {}), checkpoint.read)
 
 
 def torchmetrics_of(module: nn.Module) -> dict[str, Any]:

@@ -252,17 +252,25 @@ def _are_changes(value: Any) -> bool:
         and _is_list(value.get("lost"), _is_str)
         and _is_list(value.get("on_device"), _is_str)
         and _is_dict(value.get("begun", {}), _is_object)
+        and _is_list(value.get("replaced", []), _is_str)
     )
+
+
+_SEEN = {"made_for", "global_step", "metrics", "attributes", "states", "buffers", "same", "lengths", "weights"}
 
 
 def _is_reload(value: Any) -> bool:
     return value == {} or (
         isinstance(value, dict)
-        and value.keys() == {"made_for", "global_step", "metrics", "attributes", "weights"}
+        and value.keys() == _SEEN
         and is_count(value["made_for"])
         and is_count(value["global_step"])
-        and _is_dict(value["metrics"], is_number)
+        and _is_dict(value["metrics"], lambda shown: _is_dict(shown, is_number))
         and _are_changes(value["attributes"])
+        and isinstance(value["states"], dict)
+        and _is_dict(value["buffers"], _is_tensor)
+        and _is_list(value["same"], _is_str)
+        and isinstance(value["lengths"], list)
         and type(value["weights"]) is bool
     )
 

@@ -136,15 +136,17 @@ def _shared_state(
     }
 
 
-def restore(
-    run: RunState, module: Module, checkpoint: Checkpoint, make_loaders: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
-    """Put a run back to where `checkpoint` was saved. Every rank calls it, after everything is built. Returns what
-    `make_loaders` did, which is called once weights are there."""
-    state = checkpoint.state
+def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Put a run back to where `checkpoint` was saved. Every rank calls it, after everything is built. Returns the
+    loaders that had been made again, as `Reload.make_again` does."""
+    state, made = checkpoint.state, {}
     rank_state.restore_trainability(run, module, checkpoint)
     _restore_training(run, checkpoint, resume.are_assigned(state.get("configured")))
-    made = make_loaders()
+    if run.reload is not None and run.reload.is_of_later_epoch:
+        with refused(checkpoint.path):
+            later = rank_state.attributes(run, checkpoint)
+        made = run.reload.make_again(later)
+        restore_datamodule(run, checkpoint)
     with refused(checkpoint.path):
         progress, loader = run.progress, run.train_dataloader
         progress.load_state_dict(state["progress"])

@@ -156,6 +156,8 @@ def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, It
     if loop.val_every is not None and _validation_is_due(run, loop):  # the resumed checkpoint was saved just before it
         _validate(run, module, loop)
         stop |= saving.agree_to_stop(run)
+    if progress.epoch_closed and run.reload is not None and run.reload.is_due:
+        return stop, iter(())  # their loaders may be shorter or longer by now
     return stop, loop.train_loader.windows(progress.current_epoch, progress.samples_seen, loop.limit)
 
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from lockstep.strategies.optimizers.attributes import Attributes
     from lockstep.trainer.checkpoint.store import Checkpoint, Saving
     from lockstep.trainer.datamodule import DataModule
+    from lockstep.trainer.kept.changes import Changes
     from lockstep.trainer.module import Module
-    from lockstep.trainer.run.attributes import Changes
     from lockstep.trainer.run.folder import RunFolder
     from lockstep.trainer.setup.compilation import Compiled
     from lockstep.trainer.setup.reload import Reload
@@ -160,8 +160,9 @@ class RunState:
     attributes: Changes | None = None
     """What user code has changed of the module's attributes."""
     start_hooks: StartHooks | None = None
-    reload: Reload | None = None
     """What the user's hooks of the start set, if there are any."""
+    reload: Reload | None = None
+    """`reload_dataloaders_every_n_epochs`, where it is given."""
     configured: dict[str, Any] = field(default_factory=dict)
     """Classes and initial values that `configure_optimizers` returned, or hooks of the start have set."""
     trainable_at_start: dict[str, bool] = field(default_factory=dict)

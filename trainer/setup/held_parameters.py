@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.strategies.launch.program.functions import codes_of, variables_of
-from lockstep.trainer.kept_values import dict_of, fields, slots
+from lockstep.trainer.kept.values import dict_of, fields, slots
 from lockstep.trainer.metrics.groups import fix_groups
 from lockstep.trainer.shares.user_state import OF_TENSOR, is_theirs, is_users_class
 

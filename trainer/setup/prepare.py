@@ -18,10 +18,10 @@ from lockstep.strategies.launch.phase import AFTER_BACKWARD
 from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.optimizers.closures import needs_closure
 from lockstep.trainer.checkpoint import rank_state, snapshot
+from lockstep.trainer.kept.changes import Changes
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import saving
-from lockstep.trainer.run.attributes import Changes
 from lockstep.trainer.run.guards import Guards, UsersBackward, check_ownership
 from lockstep.trainer.run.hooks import all_of, in_phase, overrides, training_step_of, transfer_of
 from lockstep.trainer.run.manual import AutomaticOptimizer, ManualOptimizer
@@ -87,9 +87,8 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         snapshot.restore_datamodule(run, checkpoint)
     run.reload = reload.Reload.of(run, module, sources)
     if checkpoint is not None and run.reload is not None:
-        rank_state.restore_reload(run.reload, checkpoint)
-    make_again = run.reload.make_again if run.reload is not None and run.reload.is_of_later_epoch else None
-    loaders = reload.make(run, module, sources, resumes=make_again is None)
+        rank_state.restore_reload(run, run.reload, checkpoint)
+    loaders = reload.make(run, module, sources, resumes=run.reload is None or not run.reload.is_of_later_epoch)
     checks.trainable(run, module)
     run.attributes = Changes(module, run.callbacks, run.datamodule)
     if checkpoint is not None:
@@ -115,7 +114,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     run.attributes.begin([*named.values(), *(config.scheduler for config in schedulers)])
     run.start_hooks = start_hooks.StartHooks() if start_hooks.is_needed(run) else None
     if checkpoint is not None:
-        loaders |= snapshot.restore(run, module, checkpoint, make_again or dict)
+        loaders |= snapshot.restore(run, module, checkpoint)
     _train_mode(module)
     strategy.adopt_changes(run.wrapped)  # what configure_optimizers and on_load_checkpoint did
 

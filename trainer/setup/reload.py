@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from lockstep.strategies.data.randomness import Randomness
 from lockstep.strategies.data.sharded_loader import ShardedLoader
-from lockstep.trainer.kept_values import copied
+from lockstep.trainer.kept.changes import alike
+from lockstep.trainer.kept.owners import has_no_state, saves_nothing
+from lockstep.trainer.kept.reads import ReadsOf
+from lockstep.trainer.kept.values import copied, is_small
 from lockstep.trainer.module import Module
-from lockstep.trainer.run.attributes import alike
 from lockstep.trainer.run.hooks import overrides
 from lockstep.trainer.seeding import derive
 from lockstep.trainer.setup.loaders import Sources, combined, evaluation_loaders, length_of, limit_of
@@ -55,19 +55,30 @@ def _with_validation(
     }
 
 
+_SHOWN = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+
+
 @dataclass(frozen=True)
 class Seen:
-    """What loader methods see where they are called again."""
+    """What loader methods see where they are called again, and what is noticed of them."""
 
     made_for: int = 0
     """The epoch in which that was due."""
     global_step: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    """The Trainer's `callback_metrics`."""
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By name of the Trainer's attribute."""
     attributes: dict[str, Any] = field(default_factory=dict)
-    """As `attributes.Changes` saves them."""
+    """As `Changes` saves them."""
+    states: dict[str, Any] = field(default_factory=dict)
+    """What a DataModule and callbacks of the user's say of themselves."""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """Those of up to 1 MiB."""
+    same: list[str] = field(default_factory=list)
+    """The attributes that have been replaced before, and not since."""
+    lengths: list[int] = field(default_factory=list)
+    """Of the data that is trained on."""
     weights: bool = False
-    """Whether they have read weights, which are those of the start of the epoch there."""
+    """Whether loader methods have read weights, which are those of the start of the epoch there."""
 
 
 class Reload:
@@ -86,110 +97,145 @@ class Reload:
                 "loaders were given to fit; define these methods in the Module or a DataModule"
             )
         self._run, self._module, self._sources = run, module, sources
-        self._seen = self._now({})
+        self._seen = self._now({}) if self._due() else Seen()
+        self._held: dict[str, Callable[[], Any]] = {}
+        """The attributes of which `Seen.same` tells."""
 
     @classmethod
     def of(cls, run: RunState, module: Module, sources: Sources) -> Reload | None:
         return cls(run, module, sources) if run.arguments.reload_dataloaders_every_n_epochs else None
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self._seen)
+        assert self._run.attributes is not None
+        now = self._run.attributes.references(self._held)
+        same = [name for name, held in self._held.items() if name in now and now[name]() is held()]
+        return asdict(replace(self._seen, same=same))
 
     def load_state_dicts(self, saved: list[dict[str, Any]], epoch: int) -> None:
-        """Take up what all ranks had saved, in `epoch`; versions that saved nothing are in the epoch that was due."""
+        """Take up what this rank had saved, or all ranks of another number of them, in `epoch`; versions that saved
+        nothing are in the epoch that was due."""
         if all(saved):
-            attributes = [state["attributes"] for state in saved]
-            own = (
-                attributes[self._run.strategy.topology.rank]
-                if len(saved) == self._run.world_size
-                else alike(attributes)
-            )
-            self._seen = Seen(**(saved[0] | {"attributes": own, "weights": any(state["weights"] for state in saved)}))
+            own = alike([state["attributes"] for state in saved]) if len(saved) > 1 else saved[0]["attributes"]
+            self._seen = Seen(**(saved[0] | {"attributes": own}))
         else:
-            self._seen = Seen(self._due(epoch))
+            self._seen = Seen(epoch - epoch % self._every)
 
     @property
     def is_of_later_epoch(self) -> bool:
         """Whether loader methods have been called again."""
         return self._seen.made_for > 0
 
+    @property
+    def is_due(self) -> bool:
+        """Whether loaders are made again at the start of the epoch after this one."""
+        return self._due(1) > self._seen.made_for
+
     def __call__(self, loop: FitLoop) -> None:
         """Make the loaders again if that is due. Every rank calls it at the start of an epoch."""
-        run, due = self._run, self._due(self._run.progress.current_epoch)
-        if due == self._seen.made_for:
+        run = self._run
+        if self._due() <= self._seen.made_for:
             return
         assert run.attributes is not None
-        seen, before = self._now(copied(run.attributes.state_dict())), run.train_dataloader.plan
+        state = run.attributes.state_dict()
+        seen, before = self._now(copied(state)), run.train_dataloader.plan
+        self._held = run.attributes.references(state.get("replaced", ()))
         with self.drawing(), ReadsOf(self._module) as reads:
             source = combined(self._sources.get(self._module, "train"))
             made = train_loader(run, self._module, source, before)
             vars(loop).update(_with_validation(run, self._module, self._sources, source, made))
-        self._seen = replace(seen, weights=reads.found)
+        self._seen = replace(seen, weights=reads.found, lengths=made[0].lengths(seen.made_for))
 
-    def make_again(self) -> dict[str, Any]:
+    def make_again(self, later: Mapping[str, Any]) -> dict[str, Any]:
         """The loaders of the run that is resumed, as `make` returns them. Every rank calls it, once weights are back
-        and before all else is."""
+        and before attributes are, which are to be `later`."""
         run, seen = self._run, self._seen
         assert run.attributes is not None and run.resumed is not None
         run.progress.current_epoch, run.progress.global_step = seen.made_for, seen.global_step
-        run.callback_metrics |= {name: torch.tensor(value, dtype=torch.float64) for name, value in seen.metrics.items()}
-        with run.attributes.as_saved(seen.attributes, run.strategy.topology.device):
+        for name, shown in seen.metrics.items():
+            own = {key: torch.tensor(value, dtype=torch.float64) for key, value in shown.items()}
+            getattr(run, name).update(own)
+        device = run.strategy.topology.device
+        with self._as_seen(), run.attributes.as_seen(seen.attributes, later, device) as missing:
             made = make(run, self._module, self._sources)
-        run.callback_metrics.clear()
-        done = run.resumed.state["progress"]
-        is_over = done["epoch_closed"] or made["num_batches"] == done["batches_seen"]
-        are_in_use = self._due(done["current_epoch"] + is_over) == seen.made_for
-        if seen.weights and are_in_use and run.is_global_zero:
-            _log.warning(
-                f"loader methods read weights as epoch {seen.made_for} began, which the checkpoint does not have, so "
-                "the loaders may be others than in the run that was saved until they are made again: resume from the "
-                "end of an epoch after which they are, or keep in attributes what these methods make of weights"
-            )
+            self._held = run.attributes.references(seen.attributes.get("replaced", ()))
+        for name in _SHOWN:
+            getattr(run, name).clear()
+        self._warn(made["train_loader"], missing)
         return made
-
-    def _due(self, epoch: int) -> int:
-        return epoch - epoch % self._every
-
-    def _now(self, attributes: dict[str, Any]) -> Seen:
-        progress, metrics = self._run.progress, self._run.callback_metrics.items()
-        shown = {name: float(value) for name, value in metrics}
-        return Seen(self._due(progress.current_epoch), progress.global_step, shown, attributes)
 
     def drawing(self) -> AbstractContextManager[None]:
         """What loader methods draw within is the same on all ranks and in a resumed run; at the beginning of a run the
         streams of its `setup` are."""
-        due = self._due(self._run.progress.current_epoch)
+        due = self._due()
         return Randomness(derive(self._run.seed, "loaders", due)) if due else nullcontext()
 
+    @property
+    def same(self) -> list[str]:
+        return self._seen.same
 
-class ReadsOf(TorchFunctionMode):
-    """Notices whether weights of a module are read while it lasts."""
+    def _due(self, after: int = 0) -> int:
+        epoch = self._run.progress.current_epoch + after
+        return epoch - epoch % self._every
 
-    def __init__(self, module: Module) -> None:
-        super().__init__()
-        self._layers = {*map(id, module.modules())}
-        self._weights = {*map(id, (*module.parameters(), *module.buffers()))}
-        self.found = False
+    def _now(self, attributes: dict[str, Any]) -> Seen:
+        run = self._run
+        metrics = {name: {key: float(value) for key, value in getattr(run, name).items()} for name in _SHOWN}
+        states = {name: copy.deepcopy(each.state_dict()) for name, each in self._say_themselves().items()}
+        buffers = {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
+        return Seen(self._due(), run.progress.global_step, metrics, attributes, states, buffers)
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self._handle = register_module_forward_pre_hook(self._note)  # sharded layers compute with other tensors
-        return self
+    def _say_themselves(self) -> dict[str, Any]:
+        """A DataModule and callbacks of the user's that save a state of their own."""
+        found: dict[str, Any] = {
+            f"callbacks.{each.state_key}": each
+            for each in self._run.callbacks
+            if not has_no_state(each) and not type(each).__module__.startswith("lockstep.")
+        }
+        data = self._run.datamodule
+        return found if data is None or saves_nothing(data) else found | {"datamodule": data}
 
-    def __exit__(self, *exception: Any) -> None:
-        self._handle.remove()
-        super().__exit__(*exception)
+    def _buffers(self) -> dict[str, Tensor]:
+        return {
+            name: buffer
+            for name, buffer in self._module.named_buffers()
+            if type(buffer) is Tensor and not buffer.is_meta and is_small(buffer)
+        }
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not self.found and isinstance(result, Tensor | float | list | tuple | np.ndarray):  # no size or device
-            given = [*args, *(kwargs or {}).values()]
-            given += [part for each in given if isinstance(each, list | tuple) for part in each]
-            self.found = not self._weights.isdisjoint(map(id, given)) and not isinstance(result, torch.Size)
-        return result
+    @contextmanager
+    def _as_seen(self) -> Iterator[None]:
+        """While it lasts what says of itself, and buffers, are as loader methods saw them."""
+        seen, buffers, say = self._seen, self._buffers(), self._say_themselves()
+        states = {name: copy.deepcopy(say[name].state_dict()) for name in seen.states.keys() & say.keys()}
+        values = {name: buffers[name].detach().clone() for name in seen.buffers.keys() & buffers.keys()}
+        self._take(seen.states, seen.buffers)
+        yield
+        self._take(states, values)
 
-    def _note(self, layer: Any, _: Any) -> None:
-        self.found |= id(layer) in self._layers
+    def _take(self, states: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
+        say, buffers = self._say_themselves(), self._buffers()
+        for name in states.keys() & say.keys():
+            say[name].load_state_dict(copy.deepcopy(states[name]))
+        with torch.no_grad():
+            for name in values.keys() & buffers.keys():
+                buffers[name].copy_(values[name])
+
+    def _warn(self, loader: ShardedLoader, missing: list[str]) -> None:
+        """Name what of the loaders may be other than in the run that was saved."""
+        assert self._run.resumed is not None
+        seen, done = self._seen, self._run.resumed.state["progress"]
+        epoch = done["current_epoch"] + done["epoch_closed"]
+        lengths = loader.lengths(seen.made_for)
+        reasons = [
+            *(["loader methods read weights as that epoch began, which are gone"] if seen.weights else []),
+            *([f"nothing holds {', '.join(missing[:5])} yet, which they may read"] if missing else []),
+            *([f"the data has {lengths} samples and had {seen.lengths}"] if seen.lengths not in ([], lengths) else []),
+        ]
+        if reasons and epoch - epoch % self._every == seen.made_for and self._run.is_global_zero:
+            _log.warning(
+                f"the loaders of epoch {seen.made_for} may be others than in the run that was saved: "
+                f"{'; '.join(reasons)}; resume from the end of an epoch after which they are made again, or keep in "
+                "attributes of the module what loader methods make of the run"
+            )
 
 
 def train_loader(
@@ -222,6 +268,9 @@ def train_loader(
     run.train_dataloader = loader
     if plan is not None:
         loader.resume_windows({**loader.plan, "ranks": plan["ranks"]}, 0, whole=not module.automatic_optimization)
+    elif run.resumed is not None and not resumes:
+        began = {**loader.plan, "ranks": run.resumed.state["windows"]["ranks"]}
+        loader.resume_windows(began, 0, whole=not module.automatic_optimization)
     elif checkpoint is not None:
         seen = checkpoint.state["progress"]["samples_seen"]
         done = loader.resume_windows(checkpoint.state["windows"], seen, whole=not module.automatic_optimization)

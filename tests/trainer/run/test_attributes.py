@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep import DataModule, Module, Trainer
 from lockstep.callbacks import Callback, CSVLogger, TensorBoardLogger
-from lockstep.trainer.kept_values import own_data, take_data
+from lockstep.trainer.kept.values import own_data, take_data
 from tests.trainer.toy import Net, loader, net, quiet
 
 

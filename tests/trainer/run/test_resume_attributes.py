@@ -17,7 +17,7 @@ from torch import nn
 from lockstep import Module
 from lockstep.callbacks import Callback
 from lockstep.strategies import FSDP
-from lockstep.trainer.run.attributes import Changes
+from lockstep.trainer.kept.changes import Changes
 from tests.trainer.toy import Net, equal, loader, quiet, weights
 
 

@@ -247,10 +247,15 @@ def on_host(content: Any) -> Any:
     return tree_map_only(Tensor, Tensor.cpu, content)
 
 
-def take(layer: Any, name: str, value: Any) -> None:
+def take(layer: Any, name: str, value: Any, fresh: bool = False) -> None:
+    """Give an attribute a value of `encoded`: in the object that is there, as whoever else holds it sees that too, or
+    with `fresh` in another."""
     now: Any = fields(layer).get(name)
+    if fresh and not issubclass(type(now), STATEFUL):
+        now = now.clone_state() if isinstance(now, torch.Generator) else None
+        _put(layer, name, now)
     if type(now) is Tensor and isinstance(value, Tensor) and _is_like(now, value):
-        now.detach().copy_(value)  # who else holds it sees that too
+        now.detach().copy_(value)
     elif isinstance(value, np.ndarray) and not value.shape:
         _put(layer, name, value[()])
     elif isinstance(value, dict) and _GENERATOR in value:
@@ -267,6 +272,19 @@ def take(layer: Any, name: str, value: Any) -> None:
         take_data(layer, {name: kept})
     else:
         take_data(layer, {name: value})
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether nobody can change the object itself."""
+    return isinstance(value, (*_SAVED, np.generic, tuple, frozenset))
+
+
+def reference(value: Any) -> Callable[[], Any]:
+    """What returns the object, or None once nothing else holds it, of the kinds that allow it."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
 
 
 def as_it_is(owner: Any, name: str) -> Callable[[], None]:

@@ -1,0 +1,1 @@
+"""What user code holds in attributes, kept in checkpoints for a run that continues."""

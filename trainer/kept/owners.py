@@ -1,0 +1,109 @@
+"""Whose attributes are kept: the module, layers of the user's classes, callbacks, a DataModule, and what these hold."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from abc import ABC
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from io import IOBase
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Generic, Protocol
+
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lockstep.callbacks.base import Callback, Logger
+from lockstep.strategies.launch.failure import libraries
+from lockstep.strategies.modules.blocks import is_of_user
+from lockstep.trainer.kept.values import STATEFUL, fields, not_of_users
+
+if TYPE_CHECKING:
+    from lockstep.trainer.datamodule import DataModule
+
+_DEPTH, _MANY, _MOST = 3, 64, 1000
+"""How deep objects within objects are searched, the most items of a list or dict that are, and the most objects."""
+_BARE = (Callback, Generic, Protocol, ABC)
+"""Bases that have no attributes of their own."""
+_OTHERS = (nn.Module, Callback, Dataset, DataLoader, Sampler, type, *STATEFUL)
+"""Objects that are saved otherwise, or make what a run reads."""
+
+
+def shown(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def parts(value: Any) -> list[Any]:
+    """What a small container holds; of anything else itself."""
+    if type(value) in (list, tuple, dict) and 0 < len(value) <= _MANY:
+        return [*value.values()] if type(value) is dict else [*value]
+    return [value]
+
+
+def iterators(owner: Any, known: set[int]) -> Iterator[str]:
+    """The names of those of which nobody can tell where they are, and that are not `known`."""
+    for name, value in fields(owner).items():
+        if hasattr(type(value), "__next__") and not isinstance(value, IOBase) and id(value) not in known:
+            yield name
+
+
+def layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, layer in module.named_modules():
+        if is_of_user(layer) and not hasattr(layer, "metric_state"):  # metrics are saved by themselves
+            yield path, layer
+
+
+def has_no_state(callback: Callback) -> bool:
+    """Whether it says nothing of what is saved; a logger's buffers are of the run that has them."""
+    kind: Any = type(callback)
+    return not issubclass(kind, Logger) and kind.state_dict is Callback.state_dict and _is_of_users_code(kind)
+
+
+def saves_nothing(datamodule: DataModule) -> bool:
+    """Whether it is of a class of the user's that says nothing of what is saved."""
+    of_users = [cls for cls in type(datamodule).__mro__[:-1] if not cls.__module__.startswith("lockstep.")]
+    own = ("state_dict", "load_state_dict")
+    return all(cls in _BARE or (_is_of_program(cls) and not any(n in vars(cls) for n in own)) for cls in of_users)
+
+
+def objects(owner: Any, path: str, seen: set[int], depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+    """Objects of the user's classes that an owner holds, by name; `seen` are the ids of those that were found."""
+    of_data = is_datamodule(type(owner))
+    for name, value in fields(owner).items():
+        if name in not_of_users(owner) or not name.isidentifier():
+            continue
+        held: Iterable[tuple[Any, Any]] = ((name, value),)
+        if type(value) is dict and len(value) <= _MANY:
+            held = ((f"{name}.{key}", item) for key, item in value.items() if isinstance(key, str | int))
+        elif type(value) in (list, tuple) and len(value) <= _MANY:
+            held = ((f"{name}.{i}", item) for i, item in enumerate(value))
+        for place, item in held:
+            kind: Any = type(item)
+            if id(item) in seen or len(seen) == _MOST or issubclass(kind, _OTHERS) or not _is_of_users_code(kind):
+                continue
+            if is_datamodule(kind) or (of_data and hasattr(kind, "__getitem__")):  # saved by itself, or a dataset
+                continue
+            seen.add(id(item))
+            yield (here := shown(path, place)), item
+            if depth > 1:
+                yield from objects(item, here, seen, depth - 1)
+
+
+def is_datamodule(kind: type) -> bool:
+    return any("train_dataloader" in vars(cls) for cls in kind.__mro__) and not issubclass(kind, nn.Module)
+
+
+@functools.cache
+def _is_of_users_code(kind: type) -> bool:
+    """Whether a class and all its bases are written in the user's program, and not in a package that is installed, or
+    are bare holders of attributes."""
+    return all(cls in _BARE or _is_of_program(cls) for cls in kind.__mro__[:-1])
+
+
+def _is_of_program(kind: type) -> bool:
+    if kind.__module__ == "__main__" or kind in (SimpleNamespace, Namespace):
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and not os.path.realpath(file).startswith(libraries())
