@@ -39,7 +39,7 @@ _TRAINER_OF_LIGHTNING = (
 
 DIFFERENT: Mapping[str, Mapping[str, str]] = {
     "Arguments of Trainer": {
-        "barebones": "with `lockstep.lightning` what it turns off is turned off",
+        "barebones": "with `lockstep.lightning` what it turns off is turned off, but `self.log`",
         "default_root_dir": "`runs` by default; the working directory with `lockstep.lightning`; no address such as "
         "`s3://…`",
         "enable_autolog_hparams": "True is accepted by `lockstep.lightning`",
@@ -66,8 +66,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "fit": "needs an end; a second `fit` counts on",
         "global_step": "one for each step of the loop, whatever the number of optimizers",
         "is_last_batch": "False if the length of the loader is not known",
-        "logger": "read-only",
-        "loggers": "read-only",
+        **dict.fromkeys(("logger", "loggers"), "read-only; set between runs with `lockstep.lightning`"),
         "model": "the module as the strategy has wrapped it, while it runs",
         "optimizers": "read-only; `param_groups` may change",
         "predict": "each sample once, in order, on every rank",

@@ -159,7 +159,7 @@ class FitLoop(_Training):
 
     @max_epochs.setter
     def max_epochs(self, value: int | None) -> None:
-        self._run.max_epochs = None if value == -1 else value
+        self.trainer._limit_epochs(value)
 
     @property
     def min_epochs(self) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -94,21 +93,42 @@ class SingleDeviceStrategy(metaclass=_Renamed):
         return SingleDevice(**options)
 
 
-def _word(name: str, value: str) -> Callable[..., str]:
-    """A class of Lightning's for which we have a word."""
+class _Word(str):
+    """A word of ours that is built as a class of Lightning's, of which it is an instance."""
 
-    def make(*args: Any, **options: Any) -> str:
+    word = ""
+
+    def __new__(cls, *args: Any, **options: Any) -> _Word:
         if args or options:
-            raise TypeError(f"{name} of lockstep.lightning takes no options; it stands for {value!r}")
-        return value
+            raise TypeError(f"{cls.__name__} of lockstep.lightning takes no options; it stands for {cls.word!r}")
+        return super().__new__(cls, cls.word)
 
-    return make
+    def __getnewargs__(self) -> tuple[()]:  # type: ignore[override]
+        return ()
 
 
-CPUAccelerator = _word("CPUAccelerator", "cpu")
-CUDAAccelerator = _word("CUDAAccelerator", "gpu")
-SimpleProfiler = _word("SimpleProfiler", "simple")
-PyTorchProfiler = _word("PyTorchProfiler", "torch")
+class CPUAccelerator(_Word):
+    """The word `"cpu"`."""
+
+    word = "cpu"
+
+
+class CUDAAccelerator(_Word):
+    """The word `"gpu"`."""
+
+    word = "gpu"
+
+
+class SimpleProfiler(_Word):
+    """The word `"simple"`."""
+
+    word = "simple"
+
+
+class PyTorchProfiler(_Word):
+    """The word `"torch"`."""
+
+    word = "torch"
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> int:

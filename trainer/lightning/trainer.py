@@ -11,15 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from lockstep import callbacks as _callbacks
-from lockstep.callbacks.base import Callback
+from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.ddp import DDP
-from lockstep.strategies.devices import device_count
+from lockstep.strategies.devices import device_count, resolve_accelerator
 from lockstep.trainer.facts import TrainerState
 from lockstep.trainer.lightning.callbacks.adapters import ModelSummary, TQDMProgressBar
 from lockstep.trainer.lightning.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.trainer.lightning.loggers import TensorBoardLogger
 from lockstep.trainer.lightning.loops import EvaluationLoop, FitLoop, PredictionLoop
 from lockstep.trainer.lightning.names import ACCEPTED
+from lockstep.trainer.lightning.strategies import CPUAccelerator, CUDAAccelerator
 from lockstep.trainer.lightning.types import RunningStage, TrainerFn, TrainerStatus
 from lockstep.trainer.lightning.utilities import MisconfigurationException
 from lockstep.trainer.lightning_names import ARGUMENTS
@@ -75,6 +76,8 @@ class Trainer(_Trainer):
             raise MisconfigurationException(str(error)) from None
         zero = set() if self.fast_dev_run else zero
         self._trains_none = "limit_train_batches" in zero
+        self._is_open = given.get("max_epochs") is None and not self.fast_dev_run
+        self._idle = _savers(given) if self.fast_dev_run else []
         if "max_epochs" in zero:
             self._run.max_epochs = 0
         if "max_steps" in zero or self._trains_none:
@@ -87,11 +90,16 @@ class Trainer(_Trainer):
 
     @property
     def max_epochs(self) -> int | None:
-        """The last epoch's number; -1 if only steps or time limit the run."""
-        return -1 if super().max_epochs is None else super().max_epochs
+        """The last epoch's number; -1 if only steps or time limit the run, and None before `fit` if it is not given."""
+        own = super().max_epochs
+        return None if self._is_open else -1 if own is None else own
 
     @max_epochs.setter
     def max_epochs(self, value: int | None) -> None:
+        self._limit_epochs(value)
+
+    def _limit_epochs(self, value: int | None) -> None:
+        self._is_open = False
         self._run.max_epochs = None if value == -1 else value
 
     @property
@@ -103,6 +111,45 @@ class Trainer(_Trainer):
     @max_steps.setter
     def max_steps(self, value: int | None) -> None:
         self._run.max_steps = None if value == -1 else value
+
+    @property
+    def accelerator(self) -> str:
+        """That on which the Trainer runs, which is equal to the word `"cpu"` or `"gpu"`."""
+        return CPUAccelerator() if resolve_accelerator(self.arguments.accelerator) == "cpu" else CUDAAccelerator()
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """All of them. Other ones can be set between runs."""
+        return super().loggers
+
+    @loggers.setter
+    def loggers(self, loggers: list[Logger] | None) -> None:
+        given = list(loggers or [])
+        wrong = next((item for item in given if not isinstance(item, Logger)), None)
+        if wrong is not None:
+            raise TypeError(f"a logger of a Trainer must be a Logger, but one is {wrong!r}")
+        if self._run.active:
+            raise RuntimeError(f"loggers of a Trainer cannot be set while it runs {self._run.stage}; set them before")
+        self._run.callbacks = [*given, *(item for item in self._run.callbacks if not isinstance(item, Logger))]
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger; in a `fast_dev_run` one that writes nothing. Another one can be set between runs."""
+        return super().logger
+
+    @logger.setter
+    def logger(self, logger: Logger | None) -> None:
+        self.loggers = [] if logger is None else [logger]
+
+    @property
+    def checkpoint_callback(self) -> _callbacks.ModelCheckpoint | None:
+        """The first ModelCheckpoint; in a `fast_dev_run` it saves nothing."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[_callbacks.ModelCheckpoint]:
+        """All of them; in a `fast_dev_run` they save nothing."""
+        return super().checkpoint_callbacks or self._idle
 
     @property
     def log_dir(self) -> str | None:
@@ -214,6 +261,11 @@ class Trainer(_Trainer):
                         f"ckpt_path={searched!r} looks for the newest version, but logger.log_dir was read before fit, "
                         f"which has taken version {logger.version}; give the logger version=, or read log_dir in setup"
                     )
+        self._is_open = False
+        for saver in self._idle:
+            saver.dirpath = saver.dirpath or os.path.abspath(
+                os.path.join(self.arguments.default_root_dir, "checkpoints")
+            )
         super().fit(*args, **kwargs)
 
     def validate(self, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> list[dict[str, float]]:
@@ -304,6 +356,14 @@ def _choose_callbacks(arguments: dict[str, Any]) -> None:
         if wanted and not found:
             given.append(default())
     arguments["callbacks"] = given
+
+
+def _savers(given: dict[str, Any]) -> list[_callbacks.ModelCheckpoint]:
+    """The ModelCheckpoints that a run has without `fast_dev_run`."""
+    among = given.get("callbacks") or []
+    among = [among] if isinstance(among, Callback) else among
+    found = [item for item in among if isinstance(item, _callbacks.ModelCheckpoint)]
+    return found or ([] if given.get("enable_checkpointing") is False else [ModelCheckpoint()])
 
 
 def _is_zero(value: Any) -> bool:

@@ -193,8 +193,12 @@ def save_hparams_to_yaml(config_yaml: str | os.PathLike[str], hparams: Any, use_
 
 
 def load_hparams_from_yaml(config_yaml: str | os.PathLike[str], use_omegaconf: bool = True) -> Any:
-    """What a YAML file holds: a config of omegaconf, or a dict of plain data without `use_omegaconf`."""
+    """What a YAML file holds: a config of omegaconf, or a dict of plain data without `use_omegaconf`. Nothing, with a
+    RuntimeWarning, if there is no such file."""
     from omegaconf import OmegaConf
 
+    if not os.path.exists(config_yaml):
+        rank_zero_warn(f"{config_yaml} does not exist, so it gives no hyperparameters", category=RuntimeWarning)
+        return {}
     config = OmegaConf.load(os.fspath(config_yaml))
     return config if use_omegaconf else OmegaConf.to_container(config)

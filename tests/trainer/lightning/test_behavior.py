@@ -51,7 +51,7 @@ def hooked(name: str, call: Callable[[Any], Any]) -> Any:
 
 def test_attributes_have_the_values_of_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = trainer(default_root_dir=tmp_path, max_epochs=None, max_steps=3, num_sanity_val_steps=-1)
-    assert (made.max_epochs, made.max_steps, made.log_dir) == (-1, 3, str(tmp_path))
+    assert (made.max_epochs, made.max_steps, made.log_dir) == (None, 3, str(tmp_path))
     assert made.num_sanity_val_steps == float("inf")
     assert (made.limit_train_batches, made.limit_predict_batches, made.val_check_interval) == (1.0, 1.0, 1.0)
     assert (trainer(limit_val_batches=3).limit_val_batches, made.gradient_clip_val) == (3, None)

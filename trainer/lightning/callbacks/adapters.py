@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -66,6 +67,7 @@ class ProgressBar(callbacks.ProgressBar):
         super().__init__()
         self.refresh_rate = refresh_rate
         self._disabled = False
+        self._trainer: Trainer | None = None
 
     @property
     def is_enabled(self) -> bool:
@@ -92,8 +94,34 @@ class ProgressBar(callbacks.ProgressBar):
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
+        self._trainer = trainer
         if self.is_disabled:
             self.hide()
+
+    @property
+    def trainer(self) -> Trainer:
+        """That which runs, or ran last, with this bar."""
+        if self._trainer is None:
+            raise TypeError(f"{type(self).__name__} has no trainer before a run")
+        return self._trainer
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """Batches of the epoch, or as many as `max_steps` leaves."""
+        trainer = self.trainer
+        steps = trainer.max_steps or -1
+        left = steps - trainer.global_step if trainer.max_epochs == -1 and steps > 0 else math.inf
+        return min(trainer.num_training_batches, left)
+
+    @property
+    def total_val_batches(self) -> int | float:
+        """Batches of a validation over all loaders; 0 in an epoch without one."""
+        every = self.trainer.check_val_every_n_epoch
+        validates = every is None or (self.trainer.current_epoch + 1) % every == 0
+        return sum(self.trainer.num_val_batches) if validates else 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_trainer": None}
 
     def __init_subclass__(cls) -> None:
         for name in vars(cls):
