@@ -63,6 +63,13 @@ def _(pl: Any, folder: Path) -> Any:
     return str(fit(pl, classifier(pl)()).callback_metrics["train_loss"].dtype)
 
 
+@differs("`self.log` with `barebones=True`", [], ["train_loss"])
+def _(pl: Any, folder: Path) -> Any:
+    trainer = pl.Trainer(barebones=True, max_epochs=1, accelerator="cpu", devices=1)
+    trainer.fit(classifier(pl)(), loader(8))
+    return [name for name in trainer.callback_metrics if name == "train_loss"]
+
+
 @differs("`self.log` without a Trainer", None, "RuntimeError")
 def _(pl: Any, folder: Path) -> Any:
     return seen(lambda: classifier(pl)().log("x", 1.0))

@@ -7,11 +7,14 @@ import importlib
 import os
 import signal
 import sys
+import unittest.mock
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.trainer.lightning.differences.probe import QUIET, differs, fit, part, seen
 from tests.trainer.lightning.projects import classifier, loader
@@ -91,6 +94,11 @@ def _(pl: Any, folder: Path) -> Any:
     return type(part(pl, "strategies").DDPStrategy(find_unused_parameters=True)).__name__
 
 
+@differs('`strategy="ddp"` and one device', "DDPStrategy", "SingleDevice")
+def _(pl: Any, folder: Path) -> Any:
+    return type(pl.Trainer(**QUIET, strategy="ddp").strategy).__name__
+
+
 @differs("your own handler of SIGTERM", [["called"], "SIGTERMException"], [[], "SystemExit"])
 def _(pl: Any, folder: Path) -> Any:
     called: list[str] = []
@@ -142,3 +150,34 @@ def _(pl: Any, folder: Path) -> Any:
 @differs("the module among the arguments of a callback's hook, if it is given by name", None, "TypeError")
 def _(pl: Any, folder: Path) -> Any:
     return seen(lambda: part(pl, "callbacks").Timer().on_train_start(trainer=None, pl_module=None))
+
+
+@differs(
+    "few workers, a length of an iterable dataset, fewer batches than `log_every_n_steps`, a prediction that is None, "
+    "the saved state of a callback that is not given",
+    [True, True, True, True, True],
+    [False, False, False, False, False],
+)
+def _(pl: Any, folder: Path) -> Any:
+    class Endless(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(torch.rand(8, 8))
+
+        def __len__(self) -> int:
+            return 8
+
+    class Counts(pl.Callback):  # type: ignore[misc]
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": 3}
+
+    module = classifier(pl, predict_step=lambda self, *_: None)
+    logs = part(pl, "loggers").CSVLogger(folder)
+    cpus = unittest.mock.patch("os.sched_getaffinity", return_value=set(range(8)))
+    with cpus, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = fit(pl, module(), logger=logs, log_every_n_steps=50, callbacks=[Counts()])
+        first.save_checkpoint(folder / "x.ckpt")
+        fit(pl, module(), ckpt_path=folder / "x.ckpt", max_epochs=2)
+        pl.Trainer(**QUIET).predict(module(), DataLoader(Endless()))
+    words = ("many workers", "`__len__` defined", "logging interval", "returned None", "Counts")
+    return [any(word in str(item.message) for item in caught) for word in words]

@@ -74,13 +74,15 @@ def _(pl: Any, folder: Path) -> Any:
     ]
 
 
-@differs('`ckpt_path="last"` without a checkpoint', 2, "CheckpointError")
+@differs('`ckpt_path="last"`', [False, False], ["CheckpointError", True])
 def _(pl: Any, folder: Path) -> Any:
-    return seen(
-        lambda: (
-            fit(pl, classifier(pl)(), ckpt_path="last", enable_checkpointing=True, default_root_dir=folder).global_step
-        )
-    )
+    def resumes() -> bool:
+        options = {"enable_checkpointing": True, "default_root_dir": folder, "max_epochs": 2}
+        return bool(fit(pl, classifier(pl)(), ckpt_path="last", **options).ckpt_path)
+
+    first = seen(resumes)
+    fit(pl, classifier(pl)(), enable_checkpointing=True, default_root_dir=folder)
+    return [first, seen(resumes)]
 
 
 @differs(
