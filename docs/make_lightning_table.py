@@ -94,7 +94,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "hparams": "a config of omegaconf that is given whole becomes a dict with attributes; loggers get the values "
         "at the start of fit; a module that is built in another's `__init__` has its own arguments only",
         "load_from_checkpoint": "reads folders and `.ckpt` files of Lightning 1.0 and later; refuses arguments "
-        "that `__init__` lacks; modules, classes and functions are given again; `hparams_file`, a YAML file of "
+        "that `__init__` lacks; modules, classes and functions are given again; `hparams_file`, a YAML or CSV file of "
         "single arguments, with `lockstep.lightning`",
         "strict_loading": "with `lockstep.lightning`, in `load_from_checkpoint`; `fit` resumes whole checkpoints",
         "log": "a step's value is the mean since the previous one; values always span all ranks; in any hook of a run, "

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lockstep.callbacks.base import Callback
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.hparams import HyperParameters, Namespace
-from lockstep.trainer.lightning.utilities import load_hparams_from_yaml
+from lockstep.trainer.lightning.utilities import load_hparams_from_tags_csv, load_hparams_from_yaml
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run.hooks import overrides
 
@@ -44,7 +44,10 @@ def _read(hparams_file: Any, cls: Any) -> dict[str, Any]:
         return {}
     takes = inspect.signature(cls).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
-    held = load_hparams_from_yaml(hparams_file, use_omegaconf=False)
+    if str(hparams_file).lower().endswith(".csv"):
+        held = load_hparams_from_tags_csv(hparams_file)
+    else:
+        held = load_hparams_from_yaml(hparams_file, use_omegaconf=False)
     found = {name: value for name, value in held.items() if takes_any or name in takes}
     if held and not found:
         raise TypeError(
@@ -95,8 +98,8 @@ class LightningModule(HyperparametersMixin, Module):
         weights_only: bool | None = None,
         **arguments: Any,
     ) -> Any:
-        """As that of `lockstep.Module`; what `hparams_file`, a YAML file, holds of the arguments of `__init__` replaces
-        what the checkpoint does. Raises TypeError on an object."""
+        """As that of `lockstep.Module`; what `hparams_file`, a YAML or CSV file, holds of the arguments of `__init__`
+        replaces what the checkpoint does. Raises TypeError on an object."""
         arguments = _read(hparams_file, cls) | arguments
         return super().load_from_checkpoint(checkpoint_path, map_location, strict, weights_only, **arguments)
 

@@ -32,7 +32,8 @@ PATHS: Mapping[str, Mapping[str, str]] = {
     },
     "pytorch.core.saving": {
         f"{OURS}.module": "LightningModule LightningDataModule",
-        f"{OURS}.utilities": "save_hparams_to_yaml load_hparams_from_yaml",
+        f"{OURS}.utilities": "save_hparams_to_yaml load_hparams_from_yaml save_hparams_to_tags_csv "
+        "load_hparams_from_tags_csv",
     },
     "pytorch.trainer": {
         "trainer.seeding": "seed_everything",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import csv
 import functools
 import logging
 import os
@@ -197,8 +199,37 @@ def load_hparams_from_yaml(config_yaml: str | os.PathLike[str], use_omegaconf: b
     RuntimeWarning, if there is no such file."""
     from omegaconf import OmegaConf
 
-    if not os.path.exists(config_yaml):
-        rank_zero_warn(f"{config_yaml} does not exist, so it gives no hyperparameters", category=RuntimeWarning)
+    if not _gives_hparams(config_yaml):
         return {}
     config = OmegaConf.load(os.fspath(config_yaml))
     return config if use_omegaconf else OmegaConf.to_container(config)
+
+
+def save_hparams_to_tags_csv(tags_csv: str | os.PathLike[str], hparams: Any) -> None:
+    """Write a dict or Namespace as a table of keys and values."""
+    given = hparams if isinstance(hparams, Mapping) else vars(hparams)
+    with replacing(os.fspath(tags_csv)) as file:
+        csv.writer(file).writerows([("key", "value"), *((key, str(value)) for key, value in given.items())])
+
+
+def load_hparams_from_tags_csv(tags_csv: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a table of keys and values holds: values that are written as Python writes them, others as text. Nothing,
+    with a RuntimeWarning, if there is no such file."""
+    if not _gives_hparams(tags_csv):
+        return {}
+    with open(tags_csv, newline="") as file:
+        return {key: _literal(value) for key, value in list(csv.reader(file))[1:]}
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _gives_hparams(file: str | os.PathLike[str]) -> bool:
+    if not os.path.exists(file):
+        rank_zero_warn(f"{file} does not exist, so it gives no hyperparameters", category=RuntimeWarning)
+        return False
+    return True

@@ -15,7 +15,12 @@ from omegaconf import OmegaConf
 import lockstep.lightning.pytorch as pl
 from lockstep import CheckpointError
 from lockstep.lightning.pytorch.core.mixins import HyperparametersMixin
-from lockstep.lightning.pytorch.core.saving import load_hparams_from_yaml, save_hparams_to_yaml
+from lockstep.lightning.pytorch.core.saving import (
+    load_hparams_from_tags_csv,
+    load_hparams_from_yaml,
+    save_hparams_to_tags_csv,
+    save_hparams_to_yaml,
+)
 from lockstep.lightning.pytorch.utilities import AttributeDict
 from tests.trainer.lightning.test_checkpoints import Net, data
 
@@ -92,6 +97,28 @@ class Wider(Part):
         super().__init__(conf, more, lr)
         self.extra = torch.nn.Linear(2, 2)
         self.strict_loading = more != "loose"
+
+
+@pytest.mark.parametrize("given", [dict, Namespace])
+def test_a_table_of_hyperparameters_gives_its_values_back(given: Any, tmp_path: Path) -> None:
+    file, values = tmp_path / "tags.csv", {"lr": 0.25, "size": 3, "flag": True, "none": None, "name": 'a, "b"'}
+    save_hparams_to_tags_csv(file, given(**values))
+    assert load_hparams_from_tags_csv(file) == values
+    assert file.read_text().splitlines()[:2] == ["key,value", "lr,0.25"]
+
+
+def test_a_checkpoint_takes_hyperparameters_of_a_table(tmp_path: Path) -> None:
+    path = saved(Part(config()), tmp_path)
+    save_hparams_to_tags_csv(tmp_path / "tags.csv", {"lr": 0.25})
+    assert Part.load_from_checkpoint(path, hparams_file=tmp_path / "tags.csv").hparams.lr == 0.25
+
+
+@pytest.mark.parametrize("name", ["none.yaml", "none.csv"])
+def test_a_file_of_hyperparameters_that_is_missing_costs_a_warning(name: str, tmp_path: Path) -> None:
+    path = saved(Part(config(), lr=0.25), tmp_path)
+    with pytest.warns(RuntimeWarning, match=f"{name} does not exist, so it gives no hyperparameters"):
+        again = Part.load_from_checkpoint(path, hparams_file=tmp_path / name)
+    assert again.hparams.lr == 0.25
 
 
 def test_a_module_says_whether_it_is_loaded_strictly(tmp_path: Path) -> None:

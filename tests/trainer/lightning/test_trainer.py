@@ -113,12 +113,3 @@ def test_the_progress_bar_knows_the_batches_of_the_epoch() -> None:
     trainer = pl.Trainer(**options, max_steps=1)
     trainer.fit(classifier(pl)(), loader(16))
     assert bar.total_train_batches == 0
-
-
-def test_a_file_of_hyperparameters_that_is_missing_costs_a_warning(tmp_path: Path) -> None:
-    trainer = pl.Trainer(**QUIET, max_epochs=1)
-    trainer.fit(classifier(pl)(lr=0.25), loader(8))
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
-    with pytest.warns(RuntimeWarning, match=r"none\.yaml does not exist, so it gives no hyperparameters"):
-        module = classifier(pl).load_from_checkpoint(tmp_path / "x.ckpt", hparams_file=tmp_path / "none.yaml")
-    assert module.hparams.lr == 0.25
