@@ -59,6 +59,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
     },
     "Attributes and methods of Trainer": {
         **dict.fromkeys(_TRAINER_OF_LIGHTNING, "with `lockstep.lightning`"),
+        "accelerator": 'the word that was given; with `lockstep.lightning` "cpu" or "gpu", an instance of '
+        "`CPUAccelerator` or `CUDAAccelerator`",
         "estimated_stepping_batches": "infinity if the length of the data is not known",
         "fit_loop": "with `lockstep.lightning`: progress and limits; no `run`, `state_dict` and `restarting`",
         "predict_loop": "with `lockstep.lightning`: numbers of batches, and `predictions`",
@@ -77,9 +79,9 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "early_stopping_callbacks": "with `lockstep.lightning`",
         "progress_bar_callback": "with `lockstep.lightning`",
         "should_stop": "ends after the next step at the latest, on all ranks alike; a shortened epoch does not count",
-        "state": "`status`, `fn` and `stage` are strings, members of the enums with `lockstep.lightning`; the "
-        "`stage` of `setup` and `teardown` is a string",
-        "strategy": "a strategy of Lockstep",
+        "state": "`status`, `fn` and `stage`, and the `stage` of `setup` and `teardown`, are strings, "
+        "members of the enums with `lockstep.lightning`",
+        "strategy": 'a strategy of Lockstep; with one device `SingleDevice`, for `"ddp"` too',
         "train_dataloader": "this rank's shard; your loader is its `.loader`",
     },
     "Methods, hooks and attributes of LightningModule": {

@@ -264,9 +264,16 @@ def raise_failure(failure: Failure, stopping: bool) -> NoReturn:
     )
 
 
+class Terminated(SystemExit):
+    """A signal such as SIGTERM has ended the run, once a checkpoint was committed; ends the program with 143."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args or (128 + signal.SIGTERM,))
+
+
 def stop_error(signum: int) -> BaseException:
     """What ends a program with 130 after SIGINT, else with 143."""
-    return KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
+    return KeyboardInterrupt() if signum == signal.SIGINT else Terminated()
 
 
 def signal_name(signum: int) -> str:

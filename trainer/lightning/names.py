@@ -50,7 +50,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         f"{OURS}.callbacks.stochastic_averaging": "StochasticWeightAveraging",
         f"{OURS}.callbacks.adapters": "BasePredictionWriter BatchSizeFinder "
         "DeviceStatsMonitor EarlyStopping LearningRateFinder ModelSummary ProgressBar "
-        "RichModelSummary=ModelSummary RichProgressBar TQDMProgressBar Timer EMAWeightAveraging WeightAveraging",
+        "RichModelSummary RichProgressBar TQDMProgressBar Timer EMAWeightAveraging WeightAveraging",
     },
     "pytorch.loggers": {
         "callbacks": "Logger",
@@ -85,7 +85,10 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         "trainer.setup.optimizers": "LRSchedulerConfig=SchedulerConfig",
     },
     "pytorch.utilities.rank_zero": _RANK_ZERO,
-    "pytorch.utilities.exceptions": {f"{OURS}.utilities": "MisconfigurationException SIGTERMException"},
+    "pytorch.utilities.exceptions": {
+        f"{OURS}.utilities": "MisconfigurationException",
+        "strategies.launch.failure": "SIGTERMException=Terminated",
+    },
     "pytorch.utilities.model_helpers": {f"{OURS}.module": "is_overridden"},
     "pytorch.utilities.model_summary": {f"{OURS}.utilities": "ModelSummary summarize"},
     "pytorch.utilities.combined_loader": {"strategies.data.combined": "CombinedLoader"},

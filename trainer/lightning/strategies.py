@@ -93,40 +93,40 @@ class SingleDeviceStrategy(metaclass=_Renamed):
         return SingleDevice(**options)
 
 
-class _Word(str):
-    """A word of ours that is built as a class of Lightning's, of which it is an instance."""
+class _Word(type):
+    """A class of Lightning's for which we have a word, which it gives if it is called; `isinstance` asks for it."""
 
-    word = ""
+    word: str
 
-    def __new__(cls, *args: Any, **options: Any) -> _Word:
+    def __call__(cls, *args: Any, **options: Any) -> Any:
         if args or options:
             raise TypeError(f"{cls.__name__} of lockstep.lightning takes no options; it stands for {cls.word!r}")
-        return super().__new__(cls, cls.word)
+        return cls.word
 
-    def __getnewargs__(self) -> tuple[()]:  # type: ignore[override]
-        return ()
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, str) and instance == cls.word
 
 
-class CPUAccelerator(_Word):
-    """The word `"cpu"`."""
+class CPUAccelerator(metaclass=_Word):
+    """Stands for "cpu"."""
 
     word = "cpu"
 
 
-class CUDAAccelerator(_Word):
-    """The word `"gpu"`."""
+class CUDAAccelerator(metaclass=_Word):
+    """Stands for "gpu"."""
 
     word = "gpu"
 
 
-class SimpleProfiler(_Word):
-    """The word `"simple"`."""
+class SimpleProfiler(metaclass=_Word):
+    """Stands for "simple"."""
 
     word = "simple"
 
 
-class PyTorchProfiler(_Word):
-    """The word `"torch"`."""
+class PyTorchProfiler(metaclass=_Word):
+    """Stands for "torch"."""
 
     word = "torch"
 

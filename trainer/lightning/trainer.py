@@ -54,6 +54,8 @@ _DEFAULTS = {
 _NOTHING = ("max_epochs", "max_steps", "limit_train_batches")
 """Arguments of which 0 lets `fit` train nothing."""
 _DDP = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
+_ANY_CASE = ("auto", "ddp", "deepspeed", "fsdp", "single")
+"""First words of Lightning's names of strategies, whose case does not matter."""
 
 
 class Trainer(_Trainer):
@@ -87,6 +89,11 @@ class Trainer(_Trainer):
     def barebones(self) -> bool:
         """Whether all that takes time beside the steps is turned off."""
         return self._barebones
+
+    @property
+    def accelerator(self) -> str:
+        """ "cpu" or "gpu"; what "auto" stands for is found by now."""
+        return "cpu" if resolve_accelerator(self.arguments.accelerator) == "cpu" else "gpu"
 
     @property
     def max_epochs(self) -> int | None:
@@ -322,6 +329,8 @@ def _choose_strategy(arguments: dict[str, Any]) -> None:
         if synchronizes:
             raise TypeError(f"Trainer has no argument 'sync_batchnorm'; {ARGUMENTS['sync_batchnorm']}")
         return
+    if name.lower().partition("_")[0] in _ANY_CASE:
+        name = arguments["strategy"] = name.lower()
     kind = name.removesuffix("_find_unused_parameters_true").removesuffix("_find_unused_parameters_false")
     devices = device_count(arguments.get("devices", "auto"), arguments.get("accelerator", "auto"))
     if kind in _DDP or (kind == "auto" and synchronizes and devices not in (1, "auto")):

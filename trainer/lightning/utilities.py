@@ -37,10 +37,6 @@ class MisconfigurationException(ValueError):
     """What user code raises for settings that contradict each other; Lockstep raises ValueError and TypeError."""
 
 
-class SIGTERMException(SystemExit):
-    """What user code may catch; Lockstep commits a checkpoint and raises SystemExit(143)."""
-
-
 class AttributeDict(Namespace):
     """A dict whose entries are attributes too."""
 

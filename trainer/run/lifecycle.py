@@ -142,6 +142,7 @@ def open_run(
     """
     run.strategy.setup()
     _start(run, module, stage)
+    fn = run.trainer.state.fn or stage  # `stage` in the words of that Trainer
     run.resumed = start.open_checkpoint(run, ckpt_path) if building is None else None
     for callback in run.callbacks:
         callback._module = module
@@ -159,10 +160,10 @@ def open_run(
         _continue_streams(run)
         for owner in _owners(run, module):
             with nullcontext() if building is None or owner is not module else building():
-                owner.setup(stage)
+                owner.setup(fn)
         _build(run, module, building)
         for callback in run.callbacks:
-            _call(run, callback, callback.setup, module, stage)
+            _call(run, callback, callback.setup, module, fn)
 
 
 def _continue_streams(run: RunState) -> None:
@@ -211,10 +212,11 @@ def _start(run: RunState, module: Module, stage: str) -> None:
 def _close(run: RunState, module: Module, stage: str) -> None:
     """The end of a run that has not failed."""
     saving.finish(run)
+    fn = run.trainer.state.fn or stage
     for owner in _owners(run, module):
-        owner.teardown(stage)
+        owner.teardown(fn)
     for callback in run.callbacks:
-        _call(run, callback, callback.teardown, module, stage)
+        _call(run, callback, callback.teardown, module, fn)
     evaluated = run.strategy.evaluation_weights(run.wrapped, run.optimizers.values(), restore=False)
     with evaluated, held_parameters.following(run, module, refuses=False):
         run.strategy.teardown_module(run.wrapped)

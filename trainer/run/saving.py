@@ -22,6 +22,7 @@ from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.strategies.base import Topology
 from lockstep.strategies.checkpoint_state import State, gather_state, pack
 from lockstep.strategies.launch import slurm
+from lockstep.strategies.launch.failure import stop_error
 from lockstep.strategies.optimizers.attributes import Attributes
 from lockstep.strategies.optimizers.hidden_state import ModelParameters
 from lockstep.strategies.optimizers.saved_groups import saves_itself
@@ -234,7 +235,7 @@ def interrupted(run: RunState) -> BaseException:
         _log.warning(f"stopped by {signal.Signals(number).name} after step {step}{resume}")
     if number == signal.SIGUSR1 and path and run.is_global_zero and (requeued := slurm.requeue()):
         _log.warning(requeued)
-    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
+    return stop_error(number)
 
 
 def _superseded(run: RunState, path: str | Path) -> list[Path]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.strategies.launch import environment
+from lockstep.strategies.launch.failure import stop_error
 
 _SAME_S = 0.2
 """Signals this close together are one request: GNU timeout signals its child and then the child's whole group."""
@@ -89,7 +90,7 @@ class Signals:
 
     def error(self) -> BaseException:
         """What ends the program with 130 after SIGINT, else with 143."""
-        return KeyboardInterrupt() if self.number == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
+        return stop_error(self.number)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._pid:  # a process that this one forked, such as a worker of the user's

@@ -91,7 +91,7 @@ def test_subcommands_and_classes_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
         (["fit"], "'fit' .*words are --config FILE and --section.argument=value"),
         (["--config=none.yaml"], "cannot read config file 'none.yaml'"),
         (["--trainer.max_epoch=1"], "trainer: Trainer has no argument 'max_epoch'; did you mean 'max_epochs'"),
-        (["--trainer.strategy=DDP"], "trainer: strategy must be one of .*; did you mean 'ddp'"),
+        (["--trainer.strategy=ddpp"], "trainer: strategy must be one of .*; did you mean 'ddp'"),
         (["--data=nowhere.Data"], r"data.*: must be the arguments of Data, but it is"),
     ],
 )

@@ -57,6 +57,10 @@ class ModelSummary(callbacks.ModelSummary):
         super().__init__(max_depth)
 
 
+class RichModelSummary(ModelSummary):
+    """`lockstep.callbacks.ModelSummary`; the table is a text."""
+
+
 class ProgressBar(callbacks.ProgressBar):
     """`lockstep.callbacks.ProgressBar`; what draws Lightning's bars changes nothing, but `refresh_rate=0` shows none.
 
@@ -68,6 +72,13 @@ class ProgressBar(callbacks.ProgressBar):
         self.refresh_rate = refresh_rate
         self._disabled = False
         self._trainer: Trainer | None = None
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer, while it runs."""
+        if self._module is None:
+            raise TypeError(f"{type(self).__name__} has no Trainer yet; read its trainer in a hook of a run")
+        return self._module.trainer
 
     @property
     def is_enabled(self) -> bool:

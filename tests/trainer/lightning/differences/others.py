@@ -99,7 +99,7 @@ def _(pl: Any, folder: Path) -> Any:
     return type(pl.Trainer(**QUIET, strategy="ddp").strategy).__name__
 
 
-@differs("your own handler of SIGTERM", [["called"], "SIGTERMException"], [[], "SystemExit"])
+@differs("your own handler of SIGTERM", [["called"], "SIGTERMException"], [[], "Terminated"])
 def _(pl: Any, folder: Path) -> Any:
     called: list[str] = []
 
