@@ -158,8 +158,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "ModelSummary": "the table, its names, types and numbers, and its sums; no `in_sizes` and `out_sizes`",
         "ProgressBar": "not a base class for bars of your own; shown if it is given, whatever `enable_progress_bar` "
         "says; of `refresh_rate` only 0 has an effect, with `lockstep.lightning`",
-        "RichModelSummary": "`ModelSummary`",
-        "RichProgressBar": "`ProgressBar`",
+        "RichModelSummary": "`ModelSummary`, which is the default, if rich is installed too",
+        "RichProgressBar": "`ProgressBar`; the default bar is a `TQDMProgressBar`, if rich is installed too",
         "StochasticWeightAveraging": "`lockstep.lightning` only; refuses BatchNorm with statistics, which Lightning "
         "computes in an epoch more, and `avg_fn` if a strategy shards parameters; a module's `on_train_epoch_start` "
         "comes before it; the last checkpoint has the averages",

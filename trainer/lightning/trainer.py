@@ -20,7 +20,6 @@ from lockstep.trainer.lightning.callbacks.model_checkpoint import ModelCheckpoin
 from lockstep.trainer.lightning.loggers import TensorBoardLogger
 from lockstep.trainer.lightning.loops import EvaluationLoop, FitLoop, PredictionLoop
 from lockstep.trainer.lightning.names import ACCEPTED
-from lockstep.trainer.lightning.strategies import CPUAccelerator, CUDAAccelerator
 from lockstep.trainer.lightning.types import RunningStage, TrainerFn, TrainerStatus
 from lockstep.trainer.lightning.utilities import MisconfigurationException
 from lockstep.trainer.lightning_names import ARGUMENTS
@@ -118,11 +117,6 @@ class Trainer(_Trainer):
     @max_steps.setter
     def max_steps(self, value: int | None) -> None:
         self._run.max_steps = None if value == -1 else value
-
-    @property
-    def accelerator(self) -> str:
-        """That on which the Trainer runs, which is equal to the word `"cpu"` or `"gpu"`."""
-        return CPUAccelerator() if resolve_accelerator(self.arguments.accelerator) == "cpu" else CUDAAccelerator()
 
     @property
     def loggers(self) -> list[Logger]:

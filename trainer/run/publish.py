@@ -3,6 +3,7 @@ loggers."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,20 @@ def log_metrics(run: RunState, values: dict[str, float]) -> None:
     """Hand values to the loggers at the current step; rank 0 writes them, other ranks may call it too."""
     if run.is_global_zero and values:
         for logger in run.loggers:
-            guarded(run, logger, logger.log_metrics, dict(values), run.progress.global_step)
+            guarded(run, logger, _write, logger, dict(values), run.progress.global_step)
+
+
+def _write(logger: Logger, metrics: dict[str, float], step: int) -> None:
+    """Call `log_metrics` by the names of its arguments, so that their order is free, unless it has others."""
+    named: dict[str, Any] = {"metrics": metrics, "step": step}
+    method: Any = logger.log_metrics
+    if inspect.isfunction(method) or inspect.ismethod(method):  # asking a mock would count as a call of it
+        try:
+            inspect.signature(method).bind(**named)
+        except TypeError:
+            method(metrics, step)
+            return
+    method(**named)
 
 
 def describe(run: RunState, module: Module) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import call, patch
 
 import pytest
 from torch.nn import functional as F
@@ -88,3 +89,34 @@ def test_sigterm_raises_an_exception_that_can_be_caught(tmp_path: Path) -> None:
         fit(pl, module, callbacks=[Callback()], default_root_dir=tmp_path)
     assert seen == [SIGTERMException]
     assert stopped.value.code == SIGTERMException().code == 143
+
+
+def test_loggers_take_metrics_and_step_by_name_in_any_order() -> None:
+    seen: dict[str, list[tuple[Any, Any]]] = {"swapped": [], "by name": [], "others": []}
+
+    class Swapped(pl.loggers.Logger):
+        def log_metrics(self, step: Any, metrics: Any) -> None:
+            seen["swapped"].append((sorted(metrics), step))
+
+    class ByName(pl.loggers.Logger):
+        def log_metrics(self, **given: Any) -> None:
+            seen["by name"].append((sorted(given["metrics"]), given["step"]))
+
+    class Others(pl.loggers.Logger):
+        def log_metrics(self, values: Any, at: Any) -> None:
+            seen["others"].append((sorted(values), at))
+
+    fit(pl, classifier(pl)(), logger=[Swapped(), ByName(), Others()])
+    assert seen["swapped"] == seen["by name"] == seen["others"]
+    assert seen["swapped"][0] == (["epoch", "train_loss_step"], 1)
+
+
+def test_a_mock_in_the_place_of_log_metrics_sees_the_values_only(tmp_path: Path) -> None:
+    with patch.object(pl.loggers.CSVLogger, "log_metrics") as mock:
+        fit(pl, classifier(pl, training_step=_constant)(), logger=pl.loggers.CSVLogger(tmp_path))
+    assert mock.mock_calls == [call(metrics={"epoch": 0, "x": 2.0}, step=step) for step in (1, 2)]
+
+
+def _constant(self: Any, batch: Any, batch_idx: int) -> Any:
+    self.log("x", 2.0)
+    return self(batch[0]).sum()

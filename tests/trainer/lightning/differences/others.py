@@ -11,6 +11,7 @@ import unittest.mock
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 from torch.nn import functional as F
@@ -181,3 +182,15 @@ def _(pl: Any, folder: Path) -> Any:
         pl.Trainer(**QUIET).predict(module(), DataLoader(Endless()))
     words = ("many workers", "`__len__` defined", "logging interval", "returned None", "Counts")
     return [any(word in str(item.message) for item in caught) for word in words]
+
+
+@differs("the class of errors about what user code gives", "MisconfigurationException", "TypeError")
+def _(pl: Any, folder: Path) -> Any:
+    return seen(lambda: fit(pl, classifier(pl, configure_optimizers=lambda self: 1)()))
+
+
+@differs("a logger that does not derive from `Logger`", True, "TypeError")
+def _(pl: Any, folder: Path) -> Any:
+    logger = Mock(version="0", save_dir=str(folder))
+    logger.name = "name"
+    return seen(lambda: bool(fit(pl, classifier(pl)(), logger=logger)))

@@ -274,3 +274,16 @@ def _(pl: Any, folder: Path) -> Any:
     fit(pl, module()).save_checkpoint(folder / "x.ckpt")
     fit(pl, module(), ckpt_path=folder / "x.ckpt", max_epochs=2)
     return found
+
+
+@differs("an attribute of a module that training changes, in a resumed run", 2, 4)
+def _(pl: Any, folder: Path) -> Any:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        self.batches += 1
+        return self(batch[0]).sum()
+
+    for epochs, ckpt_path in ((1, None), (2, folder / "x.ckpt")):
+        module = classifier(pl, training_step=training_step)()
+        module.batches = 0
+        fit(pl, module, ckpt_path=ckpt_path, max_epochs=epochs).save_checkpoint(folder / "x.ckpt")
+    return module.batches

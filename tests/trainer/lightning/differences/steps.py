@@ -344,3 +344,22 @@ def _(pl: Any, folder: Path) -> Any:
 
     fit(pl, classifier(pl, training_step=training_step, optimizer_step=optimizer_step)(), loader(4))
     return order
+
+
+@differs("a value of validation that a scheduler by step monitors", [2.0, 4.0], [2.0])
+def _(pl: Any, folder: Path) -> Any:
+    monitored: list[float] = []
+
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "step_of_val"}
+        return [optimizer], [plateau | {"interval": "step", "frequency": 2, "strict": False}]
+
+    module = classifier(
+        pl,
+        configure_optimizers=configure_optimizers,
+        validation_step=lambda self, *_: self.log("step_of_val", float(self.global_step)),
+        lr_scheduler_step=lambda self, scheduler, metric: monitored.append(float(metric)),
+    )
+    fit(pl, module(), loader(16), loader(4), val_check_interval=2)
+    return monitored
