@@ -74,13 +74,6 @@ class ProgressBar(callbacks.ProgressBar):
         self._trainer: Trainer | None = None
 
     @property
-    def trainer(self) -> Trainer:
-        """The Trainer, while it runs."""
-        if self._module is None:
-            raise TypeError(f"{type(self).__name__} has no Trainer yet; read its trainer in a hook of a run")
-        return self._module.trainer
-
-    @property
     def is_enabled(self) -> bool:
         return not self._disabled and self.refresh_rate > 0
 
