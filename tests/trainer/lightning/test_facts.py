@@ -61,7 +61,7 @@ def test_a_progress_bar_reads_its_trainer_in_a_run() -> None:
             super().on_train_end(trainer, pl_module)
 
     bar = Bar()
-    with pytest.raises(TypeError, match="Bar has no Trainer yet"):
+    with pytest.raises(TypeError, match="Bar has no trainer before a run"):
         _ = bar.trainer
     trainer = fit(pl, classifier(pl)(), callbacks=[bar], enable_progress_bar=True)
     assert seen == [trainer]

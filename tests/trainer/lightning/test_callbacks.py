@@ -1,0 +1,23 @@
+"""What code for Lightning expects of callbacks."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import lockstep.lightning.pytorch as pl
+from tests.trainer.lightning.projects import classifier, loader
+from tests.trainer.lightning.test_behavior import trainer
+
+
+def test_a_mock_is_a_callback_like_others() -> None:
+    """`Mock(spec=Callback)` has the hooks of Callback, and its class has none."""
+    given, configured = Mock(spec=pl.Callback), Mock(spec=pl.Callback)
+    module = type("Configured", (classifier(pl),), {"configure_callbacks": lambda self: configured})()
+    made = trainer(callbacks=given)
+    made.fit(module, loader(), loader())
+    made.test(module, loader())
+    made.predict(module, loader())
+    assert given.on_train_batch_end.call_count == made.global_step > 0
+    called = [call[0] for call in given.method_calls]
+    assert {"on_fit_start", "on_validation_end", "on_test_end", "on_predict_end"} <= set(called)
+    assert called == [call[0] for call in configured.method_calls] and made.callbacks[-1] is configured
