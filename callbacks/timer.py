@@ -27,14 +27,19 @@ class Timer(Callback):
         duration: training time as `"DD:HH:MM:SS"`, a timedelta, or a dict of timedelta's arguments such as
             `{"hours": 1, "minutes": 30}`; None only measures, 0 trains only what `min_epochs` and `min_steps` ask for.
         interval: when to check the clock: "step", after each batch, or "epoch", after each training epoch.
+        verbose: print when the time is used up.
     """
 
     def __init__(
-        self, duration: str | timedelta | dict[str, float] | None = None, interval: Literal["step", "epoch"] = "step"
+        self,
+        duration: str | timedelta | dict[str, float] | None = None,
+        interval: Literal["step", "epoch"] = "step",
+        verbose: bool = True,
     ) -> None:
         if interval not in ("step", "epoch"):
             raise ValueError(f"interval must be 'step' or 'epoch', but it is {interval!r}")
         self.interval = interval
+        self.verbose = verbose
         self.duration_s = None if duration is None else seconds(duration, "duration")
         self._elapsed_s = dict.fromkeys(("train", "validate", "test", "predict"), 0.0)  # of spans that have ended
         self._began: dict[str, float] = {}  # by the monotonic clock, of the last span of each stage
@@ -119,7 +124,7 @@ class Timer(Callback):
     def _stop_if_due(self, trainer: Trainer) -> None:
         if time.monotonic() >= self._deadline and not trainer.should_stop:
             trainer.should_stop = True
-            if trainer.is_global_zero:
+            if self.verbose and trainer.is_global_zero:
                 safe_print(
                     f"Timer: {timedelta(seconds=round(self.time_elapsed('train')))} of training time used, stopping at "
                     f"step {trainer.global_step}"

@@ -42,7 +42,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         f"{OURS}.trainer": "Trainer",
     },
     "pytorch.callbacks": {
-        "callbacks": "Callback LambdaCallback LearningRateMonitor GradientAccumulationScheduler",
+        "callbacks": "Callback LambdaCallback LearningRateMonitor GradientAccumulationScheduler Timer",
         "callbacks.early_stopping": "EarlyStoppingReason",
         f"{OURS}.callbacks.model_checkpoint": "Checkpoint ModelCheckpoint",
         f"{OURS}.callbacks.finetuning": "BackboneFinetuning BaseFinetuning",
@@ -50,7 +50,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         f"{OURS}.callbacks.stochastic_averaging": "StochasticWeightAveraging",
         f"{OURS}.callbacks.adapters": "BasePredictionWriter BatchSizeFinder "
         "DeviceStatsMonitor EarlyStopping LearningRateFinder ModelSummary ProgressBar "
-        "RichModelSummary RichProgressBar TQDMProgressBar Timer EMAWeightAveraging WeightAveraging",
+        "RichModelSummary RichProgressBar TQDMProgressBar EMAWeightAveraging WeightAveraging",
     },
     "pytorch.loggers": {
         "callbacks": "Logger",

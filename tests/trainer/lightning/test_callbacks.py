@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
+import pytest
+
 import lockstep.lightning.pytorch as pl
+from lockstep.lightning.pytorch import callbacks
 from tests.trainer.lightning.projects import classifier, loader
 from tests.trainer.lightning.test_behavior import trainer
 
@@ -21,3 +24,11 @@ def test_a_mock_is_a_callback_like_others() -> None:
     called = [call[0] for call in given.method_calls]
     assert {"on_fit_start", "on_validation_end", "on_test_end", "on_predict_end"} <= set(called)
     assert called == [call[0] for call in configured.method_calls] and made.callbacks[-1] is configured
+
+
+def test_max_time_is_a_timer(capfd: pytest.CaptureFixture[str]) -> None:
+    (timer,) = (item for item in trainer(max_time={"hours": 1}).callbacks if isinstance(item, callbacks.Timer))
+    assert timer.duration_s == 3600
+    for verbose in (True, False):
+        trainer(callbacks=callbacks.Timer({"seconds": 0}, verbose=verbose)).fit(classifier(pl)(), loader())
+        assert ("of training time used" in capfd.readouterr().out) is verbose

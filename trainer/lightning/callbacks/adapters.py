@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,15 +38,6 @@ class EarlyStopping(callbacks.EarlyStopping):
         names = ("strict", "check_finite", "stopping_threshold", "divergence_threshold", "check_on_train_epoch_end")
         options |= dict(zip(names, args, strict=False))
         super().__init__(monitor, min_delta=min_delta, patience=patience, verbose=verbose, mode=mode, **options)
-
-
-class Timer(callbacks.Timer):
-    """`lockstep.callbacks.Timer`; `verbose` changes nothing."""
-
-    def __init__(
-        self, duration: str | timedelta | dict[str, float] | None = None, interval: Any = "step", verbose: bool = True
-    ) -> None:
-        super().__init__(duration, interval)
 
 
 class ModelSummary(callbacks.ModelSummary):
