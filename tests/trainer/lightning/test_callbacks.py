@@ -5,6 +5,8 @@ from __future__ import annotations
 from unittest.mock import Mock
 
 import pytest
+import torch
+from torch import nn
 
 import lockstep.lightning.pytorch as pl
 from lockstep.lightning.pytorch import callbacks
@@ -32,3 +34,11 @@ def test_max_time_is_a_timer(capfd: pytest.CaptureFixture[str]) -> None:
     for verbose in (True, False):
         trainer(callbacks=callbacks.Timer({"seconds": 0}, verbose=verbose)).fit(classifier(pl)(), loader())
         assert ("of training time used" in capfd.readouterr().out) is verbose
+
+
+def test_attributes_and_helpers_of_finetuning() -> None:
+    finetuning = callbacks.BackboneFinetuning(initial_denom_lr=5.0, verbose=True, rounding=3)
+    assert (finetuning.initial_denom_lr, finetuning.verbose, finetuning.rounding) == (5.0, True, 3)
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([layer.weight], lr=0.1)
+    assert [id(p) for p in finetuning.filter_on_optimizer(optimizer, layer.parameters())] == [id(layer.bias)]

@@ -42,6 +42,12 @@ class BaseFinetuning(callbacks.BaseFinetuning):
                 yield from (p for p in layer.parameters(recurse=False) if p.requires_grad == requires_grad)
 
     @staticmethod
+    def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Parameter]) -> list[Parameter]:
+        """Those of `params` that the optimizer does not hold."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [parameter for parameter in params if id(parameter) not in held]
+
+    @staticmethod
     def freeze_module(module: nn.Module) -> None:
         """Freeze one module."""
         _set(module, False)
@@ -69,8 +75,7 @@ class BaseFinetuning(callbacks.BaseFinetuning):
         """As in `lockstep.callbacks.BaseFinetuning`; BatchNorm's parameters are not added with `train_bn` False."""
         warn_of_held(BaseFinetuning.flatten_modules(modules), optimizer)
         BaseFinetuning.make_trainable(modules)
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        added = [p for p in BaseFinetuning.filter_params(modules, train_bn) if id(p) not in held]
+        added = BaseFinetuning.filter_on_optimizer(optimizer, BaseFinetuning.filter_params(modules, train_bn))
         if added:
             first = float(optimizer.param_groups[0]["lr"])
             optimizer.add_param_group({"params": added, "lr": first / initial_denom_lr if lr is None else lr})
@@ -102,6 +107,7 @@ class BackboneFinetuning(callbacks.BackboneFinetuning, BaseFinetuning):
             should_align,
             train_bn,
         )
+        self.initial_denom_lr, self.verbose, self.rounding = initial_denom_lr, verbose, rounding
         self.previous_backbone_lr: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
