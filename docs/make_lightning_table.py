@@ -73,7 +73,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "optimizers": "read-only; `param_groups` may change",
         "predict": "each sample once, in order, on every rank",
         "save_checkpoint": "a folder, written by all ranks; `.ckpt` by `lockstep checkpoint export`; refused after a "
-        "fit that failed",
+        "fit that failed; after one on several ranks, or with callbacks such as `WeightAveraging` and `ModelPruning`, "
+        "it copies what ModelCheckpoint saved of the last step, or needs `weights_only=True`",
         "callbacks": "the loggers are among them, first",
         "callback_metrics": "also those of the validation before training, until training begins",
         "early_stopping_callbacks": "with `lockstep.lightning`",
@@ -133,7 +134,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "BatchSizeFinder": "trials are runs of their own, of fit only, and at least one; finds a size that was "
         "tried, and not twice the last one",
         "Checkpoint": "a base class for callbacks of your own, beside which the default ModelCheckpoint saves",
-        "DeviceStatsMonitor": "`DeviceStats`, whose values have other names",
+        "DeviceStatsMonitor": "`DeviceStats`, whose values have other names, one for each logged step of "
+        "training; works without a logger too",
         "EarlyStopping": "a check that reaches a threshold counts in `best_score` and `wait_count` too",
         "EMAWeightAveraging": "`WeightAveraging(decay)`, whose `use_buffers` is False; buffers of whole numbers stay "
         "those of training, and with `use_buffers=False` all do; a buffer that validation changes, or whose shape "

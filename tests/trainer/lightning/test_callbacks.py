@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -42,3 +44,32 @@ def test_attributes_and_helpers_of_finetuning() -> None:
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.SGD([layer.weight], lr=0.1)
     assert [id(p) for p in finetuning.filter_on_optimizer(optimizer, layer.parameters())] == [id(layer.bias)]
+
+
+def test_a_summary_of_ones_own(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shown: list[Any] = []
+
+    class Own(callbacks.ModelSummary):
+        @staticmethod
+        def summarize(*args: Any, **options: Any) -> None:
+            shown.append((*args, options))
+
+    class Net(classifier(pl)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.BatchNorm1d(600).eval().requires_grad_(False)
+
+    net = Net()
+    options: Any = {"enable_model_summary": True, "default_root_dir": tmp_path}
+    trainer(**options, callbacks=Own(colored=True)).fit(net, loader())
+    ((columns, total, trainable, size, modes, given),) = shown
+    assert dict(columns)["Name"][-1] == "frozen" and dict(columns)["Type"][-1] == "BatchNorm1d"
+    assert dict(columns)["Params"][-1] == "1,200" and dict(columns)["Mode"][-1] == "eval"
+    assert total - trainable == 1200 and size == total * 4 / 1e6
+    assert modes["eval"] == 1 and modes["train"] == len(list(net.modules())) - 2
+    assert given == {"total_flops": 0, "colored": True}
+    for silent in (Own(max_depth=0), callbacks.ModelSummary(max_depth=0)):
+        trainer(**options, callbacks=silent).fit(net, loader())
+    assert len(shown) == 1 and "Parameters:" not in capfd.readouterr().out
+    trainer(**options).fit(net, loader())
+    assert "Parameters:" in capfd.readouterr().out

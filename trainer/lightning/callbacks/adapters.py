@@ -16,6 +16,7 @@ from lockstep import callbacks
 from lockstep.callbacks._support.parameter_state import ParameterState, is_held
 from lockstep.callbacks.base import Callback
 from lockstep.strategies.data.source import bounds
+from lockstep.trainer.lightning.utilities import ModelSummary as Summary
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
@@ -41,10 +42,50 @@ class EarlyStopping(callbacks.EarlyStopping):
 
 
 class ModelSummary(callbacks.ModelSummary):
-    """`lockstep.callbacks.ModelSummary`; options of the table change nothing."""
+    """`lockstep.callbacks.ModelSummary`, which shows nothing with `max_depth=0`; a subclass may override `summarize`,
+    which is given `options`.
+    """
 
     def __init__(self, max_depth: int = 1, **options: Any) -> None:
         super().__init__(max_depth)
+        self._options = options
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        if not self.max_depth:
+            return
+        if type(self).summarize is ModelSummary.summarize:
+            super().on_fit_start(trainer, module)
+        elif trainer.is_global_zero:
+            table = Summary(module, self.max_depth)
+            modes = ["train" if layer.training else "eval" for _, layer in table.named_modules]
+            all_modes = [layer.training for layer in module.modules()][1:]
+            self.summarize(
+                [
+                    (" ", list(map(str, range(len(modes))))),
+                    ("Name", table.layer_names),
+                    ("Type", table.layer_types),
+                    ("Params", [f"{number:,}" for number in table.param_nums]),
+                    ("Mode", modes),
+                ],
+                table.total_parameters,
+                table.trainable_parameters,
+                table.model_size,
+                {"train": all_modes.count(True), "eval": all_modes.count(False)},
+                total_flops=getattr(table, "total_flops", 0),
+                **self._options,
+            )
+
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        total_training_modes: dict[str, int],
+        total_flops: int,
+        **summarize_kwargs: Any,
+    ) -> None:
+        """Override to show the columns of the table and its sums, on rank 0."""
 
 
 class RichModelSummary(ModelSummary):
