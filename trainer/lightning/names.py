@@ -50,7 +50,8 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         f"{OURS}.callbacks.stochastic_averaging": "StochasticWeightAveraging",
         f"{OURS}.callbacks.adapters": "BasePredictionWriter BatchSizeFinder "
         "DeviceStatsMonitor EarlyStopping LearningRateFinder ModelSummary ProgressBar "
-        "RichModelSummary RichProgressBar TQDMProgressBar EMAWeightAveraging WeightAveraging",
+        "RichModelSummary RichProgressBar RichProgressBarTheme TQDMProgressBar EMAWeightAveraging "
+        "WeightAveraging",
     },
     "pytorch.loggers": {
         "callbacks": "Logger",

@@ -73,3 +73,13 @@ def test_a_summary_of_ones_own(capfd: pytest.CaptureFixture[str], tmp_path: Path
     assert len(shown) == 1 and "Parameters:" not in capfd.readouterr().out
     trainer(**options).fit(net, loader())
     assert "Parameters:" in capfd.readouterr().out
+
+
+def test_a_theme_of_the_rich_bar_is_accepted() -> None:
+    from lockstep.lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
+
+    theme = RichProgressBarTheme(description="green_yellow", metrics_format=".3e")
+    assert (theme.description, theme.time) == ("green_yellow", "dim")
+    made = trainer(callbacks=callbacks.RichProgressBar(leave=True, theme=theme), enable_progress_bar=True)
+    made.fit(classifier(pl)(), loader())
+    assert isinstance(made.progress_bar_callback, callbacks.RichProgressBar)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,6 +177,22 @@ class TQDMProgressBar(ProgressBar):
 
 class RichProgressBar(ProgressBar):
     """`lockstep.callbacks.ProgressBar`."""
+
+
+@dataclass
+class RichProgressBarTheme:
+    """Styles of Lightning's `RichProgressBar`; they change nothing."""
+
+    description: Any = ""
+    progress_bar: Any = "#6206E0"
+    progress_bar_finished: Any = "#6206E0"
+    progress_bar_pulse: Any = "#6206E0"
+    batch_progress: Any = ""
+    time: Any = "dim"
+    processing_speed: Any = "dim underline"
+    metrics: Any = "italic"
+    metrics_text_delimiter: str = " "
+    metrics_format: str = ".3f"
 
 
 class DeviceStatsMonitor(callbacks.DeviceStats):
