@@ -16,13 +16,14 @@ from tests.trainer.lightning.projects import classifier, loader
 from tests.trainer.lightning.test_behavior import trainer
 
 
-def test_a_mock_is_a_callback_like_others() -> None:
+def test_a_mock_is_a_callback_like_others(tmp_path: Path) -> None:
     """`Mock(spec=Callback)` has the hooks of Callback, and its class has none."""
     given, configured = Mock(spec=pl.Callback), Mock(spec=pl.Callback)
     module = type("Configured", (classifier(pl),), {"configure_callbacks": lambda self: configured})()
     made = trainer(callbacks=given)
     made.fit(module, loader(), loader())
-    made.test(module, loader())
+    made.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    made.test(module, loader(), ckpt_path=tmp_path / "weights.ckpt")
     made.predict(module, loader())
     assert given.on_train_batch_end.call_count == made.global_step > 0
     called = [call[0] for call in given.method_calls]
