@@ -143,8 +143,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "GradientAccumulationScheduler": "`accumulate_grad_batches` of the Trainer holds before its first epoch",
         "LearningRateMonitor": "works without a logger too; a value for each step of the optimizers",
         "LearningRateFinder": "`LRFinder`; trials are runs of their own, whose rates go from `min_lr` to "
-        "`max_lr` and whose `results` are not smoothed; several optimizers are searched together; "
-        "`suggestion` takes no `skip_begin` and `skip_end`, and needs as many steps as those skip",
+        "`max_lr` and whose `results` are not smoothed; several optimizers are searched together",
         "ModelCheckpoint": "a checkpoint is a folder, with `lockstep.lightning` of the name of Lightning's file; a `/` "
         "in a name becomes `_`; `save_last` is the same save under another name, once; without `monitor` the "
         "`save_top_k` newest are kept, in `best_k_models` too; a metric of training steps is there when steps are "

@@ -38,10 +38,11 @@ class LRSweep:
             smooth.append(average / (1 - _SMOOTHING ** (i + 1)))
         return smooth
 
-    def suggestion(self) -> float | None:
-        """The rate at which the smoothed loss falls fastest; None if there are too few points to tell."""
+    def suggestion(self, skip_begin: int = _FIRST, skip_end: int = _LAST) -> float | None:
+        """The rate at which the smoothed loss falls fastest, without so many points at both ends; None if there are too
+        few points to tell."""
         losses = self.smoothed
-        points = range(_FIRST + 1, len(losses) - _LAST - 1)
+        points = range(skip_begin + 1, len(losses) - skip_end - 1)
         slopes = {i: losses[i + 1] - losses[i - 1] for i in points}
         return self.lrs[min(slopes, key=slopes.__getitem__)] if slopes else None
 
@@ -93,6 +94,8 @@ class LRFinder(Callback):
 
     result: LRSweep | None = None
     """What the last search measured."""
+    fewest_steps = _FIRST + _LAST + 3
+    """Steps from which on a rate can be suggested."""
 
     def __init__(
         self,
@@ -108,8 +111,8 @@ class LRFinder(Callback):
     ) -> None:
         if not 0 < min_lr < max_lr < math.inf:
             raise ValueError(f"min_lr must be above 0 and below max_lr, got min_lr={min_lr} and max_lr={max_lr}")
-        if num_training_steps < _FIRST + _LAST + 3:
-            raise ValueError(f"num_training_steps must be at least {_FIRST + _LAST + 3}, got {num_training_steps}")
+        if num_training_steps < self.fewest_steps:
+            raise ValueError(f"num_training_steps must be at least {self.fewest_steps}, got {num_training_steps}")
         if mode not in ("exponential", "linear"):
             raise ValueError(f"mode must be 'exponential' or 'linear', got {mode!r}")
         self.min_lr, self.max_lr, self.num_training_steps, self.mode = min_lr, max_lr, num_training_steps, mode
@@ -118,7 +121,7 @@ class LRFinder(Callback):
 
     def rate_at(self, step: int) -> float:
         """The learning rate of step `step`, from 0."""
-        share = step / (self.num_training_steps - 1)
+        share = step / max(1, self.num_training_steps - 1)
         if self.mode == "linear":
             return self.min_lr + (self.max_lr - self.min_lr) * share
         return self.min_lr * (self.max_lr / self.min_lr) ** share

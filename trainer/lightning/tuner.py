@@ -27,14 +27,9 @@ class Found:
         """The rates under "lr" and their losses under "loss"."""
         return {"lr": self.sweep.lrs, "loss": self.sweep.losses}
 
-    def suggestion(self, **skipped: int) -> float | None:
-        """The rate found; None if there are too few points. Raises TypeError for `skip_begin` and `skip_end`."""
-        if skipped:
-            raise TypeError(
-                f"suggestion has no argument {next(iter(skipped))!r}; the first and last points are skipped, and all "
-                "of them are in results"
-            )
-        return self.sweep.suggestion()
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """The rate found without so many points at both ends; None if there are too few points."""
+        return self.sweep.suggestion(skip_begin, skip_end)
 
     def plot(self, suggest: bool = True, show: bool = False) -> Any:
         """A figure of the loss by rate; needs matplotlib."""

@@ -333,6 +333,17 @@ def test_the_tuner_finds_a_rate_and_leaves_the_run_alone() -> None:
         assert Tuner(L.Trainer(**QUIET, fast_dev_run=True)).scale_batch_size(module) is None
 
 
+def test_a_search_in_a_few_steps_has_a_rate_if_fewer_points_are_skipped() -> None:
+    trainer, module = pl.Trainer(**QUIET, max_epochs=1), classifier(pl)(lr=0.5)
+    found = Tuner(trainer).lr_find(module, loader(), num_training=5, update_attr=True)
+    assert len(found.results["lr"]) == 5 and found.suggestion() is None and module.hparams.lr == 0.5
+    assert found.suggestion(skip_begin=0, skip_end=0) in found.results["lr"][1:4]
+    assert found.suggestion(2, 0) == found.results["lr"][3]
+    finder = pl.callbacks.LearningRateFinder(num_training_steps=1)
+    pl.Trainer(**QUIET, max_epochs=1, callbacks=[finder]).fit(module, loader())
+    assert finder.optimal_lr.suggestion() is None and module.hparams.lr == 0.5
+
+
 def test_utilities(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert utilities.AttributeDict({"a": 1}).a == 1
     layer = torch.nn.Linear(2, 1)

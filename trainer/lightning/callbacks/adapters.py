@@ -203,7 +203,9 @@ class DeviceStatsMonitor(callbacks.DeviceStats):
 
 
 class LearningRateFinder(callbacks.LRFinder):
-    """`lockstep.callbacks.LRFinder`."""
+    """`lockstep.callbacks.LRFinder`, which also searches in too few steps for a suggestion, and then sets nothing."""
+
+    fewest_steps = 1
 
     def __init__(
         self,
