@@ -99,9 +99,16 @@ class LightningModule(HyperparametersMixin, Module):
         **arguments: Any,
     ) -> Any:
         """As that of `lockstep.Module`; what `hparams_file`, a YAML or CSV file, holds of the arguments of `__init__`
-        replaces what the checkpoint does. Raises TypeError on an object."""
+        replaces what the checkpoint does. Raises TypeError on an object, and ValueError if `strict` is not the
+        `strict_loading` that the module sets."""
         arguments = _read(hparams_file, cls) | arguments
-        return super().load_from_checkpoint(checkpoint_path, map_location, strict, weights_only, **arguments)
+        module = super().load_from_checkpoint(checkpoint_path, map_location, strict, weights_only, **arguments)
+        own = vars(module).get("strict_loading")
+        if None not in (strict, own) and strict != own:
+            raise ValueError(
+                f"strict={strict} is in conflict with {cls.__name__}.strict_loading={own}; drop one of them"
+            )
+        return module
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:

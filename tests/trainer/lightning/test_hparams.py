@@ -126,7 +126,9 @@ def test_a_module_says_whether_it_is_loaded_strictly(tmp_path: Path) -> None:
     assert Wider.load_from_checkpoint(path, more="loose").hparams.more == "loose"
     with pytest.raises(CheckpointError, match="extra"):
         Wider.load_from_checkpoint(path, lr=0.1)
-    assert Wider.load_from_checkpoint(path, "cpu", None, False).hparams.lr == 0.1
+    assert Wider.load_from_checkpoint(path, "cpu", None, False, more="loose").hparams.lr == 0.1
+    with pytest.raises(ValueError, match="strict=False is in conflict with Wider.strict_loading=True; drop one"):
+        Wider.load_from_checkpoint(path, strict=False)
 
 
 class Data(pl.LightningDataModule):
