@@ -140,12 +140,16 @@ class Capabilities:
     raised when asked."""
 
 
+def _nothing_logged(num_samples: int) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
 class StepHooks(NamedTuple):
     """What a caller of `Strategy.forward_backward` hangs into a step. All are optional."""
 
     vote: Callable[[], StepVote] = StepVote
     """Called after the last forward; the votes of all ranks are exchanged during the last backward."""
-    log_scope: Callable[[int], AbstractContextManager[Any]] = lambda num_samples: nullcontext()
+    log_scope: Callable[[int], AbstractContextManager[Any]] = _nothing_logged
     """A strategy that runs the step on parts of a micro-batch does so within `log_scope(number of samples)`, in any
     thread; the caller weights by it what the step logs. What is logged within `log_scope(0)` does not count: the step
     runs on these samples a second time, or on another rank. Entering it may give the list of what is logged."""

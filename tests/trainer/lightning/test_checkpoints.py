@@ -113,6 +113,14 @@ def test_a_restarted_run_without_a_logger_continues_from_its_newest_checkpoint(t
     assert (tmp_path / "steps").read_text().split() == [*"0123456", *"56789"]
 
 
+def test_torch_saves_a_trainer_that_has_run(tmp_path: Path) -> None:
+    trainer = fit(tmp_path, ModelCheckpoint(), max_steps=2)
+    torch.save(trainer, tmp_path / "trainer.pt")
+    loaded = torch.load(tmp_path / "trainer.pt", weights_only=False)
+    assert loaded.global_step == 2 and loaded.max_steps == 2
+    assert loaded.checkpoint_callback.best_model_path == trainer.checkpoint_callback.best_model_path != ""
+
+
 def test_versions_are_counted_before_the_extension(tmp_path: Path) -> None:
     for counts in (True, True, False):
         fit(tmp_path, ModelCheckpoint(tmp_path / "saved", "one", enable_version_counter=counts), max_steps=1)
