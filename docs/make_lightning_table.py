@@ -132,7 +132,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "as in Lightning with `lockstep.lightning`",
         "BasePredictionWriter": "of ranks that share samples one writes; `PredictionWriter` writes one file in order",
         "BatchSizeFinder": "trials are runs of their own, of fit only, and at least one; finds a size that was "
-        "tried, and not twice the last one",
+        "tried, and not twice the last one; searches before a run only, so a subclass has no `scale_batch_size` to "
+        "call in a hook",
         "Checkpoint": "a base class for callbacks of your own, beside which the default ModelCheckpoint saves",
         "DeviceStatsMonitor": "`DeviceStats`, whose values have other names, one for each logged step of "
         "training; works without a logger too",
@@ -143,7 +144,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "GradientAccumulationScheduler": "`accumulate_grad_batches` of the Trainer holds before its first epoch",
         "LearningRateMonitor": "works without a logger too; a value for each step of the optimizers",
         "LearningRateFinder": "`LRFinder`; trials are runs of their own, whose rates go from `min_lr` to "
-        "`max_lr` and whose `results` are not smoothed; several optimizers are searched together",
+        "`max_lr` and whose `results` are not smoothed; several optimizers are searched together; "
+        "searches before a run only, so a subclass has no `lr_find` to call in a hook",
         "ModelCheckpoint": "a checkpoint is a folder, with `lockstep.lightning` of the name of Lightning's file; a `/` "
         "in a name becomes `_`; `save_last` is the same save under another name, once; without `monitor` the "
         "`save_top_k` newest are kept, in `best_k_models` too; a metric of training steps is there when steps are "

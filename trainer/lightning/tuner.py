@@ -61,10 +61,11 @@ class Tuner:
         early_stop_threshold: float | None = 4.0,
         update_attr: bool = True,
         attr_name: str = "",
+        weights_only: bool | None = None,
     ) -> Found | None:
         """Search a learning rate in `fit` with copies of `model`, and set it unless `update_attr` is False.
 
-        With `fast_dev_run` nothing is searched, as in `scale_batch_size`.
+        With `fast_dev_run` nothing is searched, as in `scale_batch_size`. `weights_only` changes nothing, as in `fit`.
         """
         if self._skips("lr_find"):
             return None

@@ -335,7 +335,7 @@ def test_the_tuner_finds_a_rate_and_leaves_the_run_alone() -> None:
 
 def test_a_search_in_a_few_steps_has_a_rate_if_fewer_points_are_skipped() -> None:
     trainer, module = pl.Trainer(**QUIET, max_epochs=1), classifier(pl)(lr=0.5)
-    found = Tuner(trainer).lr_find(module, loader(), num_training=5, update_attr=True)
+    found = Tuner(trainer).lr_find(module, loader(), num_training=5, update_attr=True, weights_only=False)
     assert len(found.results["lr"]) == 5 and found.suggestion() is None and module.hparams.lr == 0.5
     assert found.suggestion(skip_begin=0, skip_end=0) in found.results["lr"][1:4]
     assert found.suggestion(2, 0) == found.results["lr"][3]
