@@ -133,7 +133,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "BasePredictionWriter": "of ranks that share samples one writes; `PredictionWriter` writes one file in order",
         "BatchSizeFinder": "trials are runs of their own, of fit only, and at least one; finds a size that was "
         "tried, and not twice the last one; searches before a run only, so a subclass has no `scale_batch_size` to "
-        "call in a hook",
+        "call in a hook; works with several devices too; sets an attribute and a hyperparameter of one name both, "
+        "without a warning",
         "Checkpoint": "a base class for callbacks of your own, beside which the default ModelCheckpoint saves",
         "DeviceStatsMonitor": "`DeviceStats`, whose values have other names, one for each logged step of "
         "training; works without a logger too",
@@ -145,7 +146,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "LearningRateMonitor": "works without a logger too; a value for each step of the optimizers",
         "LearningRateFinder": "`LRFinder`; trials are runs of their own, whose rates go from `min_lr` to "
         "`max_lr` and whose `results` are not smoothed; several optimizers are searched together; "
-        "searches before a run only, so a subclass has no `lr_find` to call in a hook",
+        "searches before a run only, so a subclass has no `lr_find` to call in a hook; the Tuner searches beside "
+        "finders among the callbacks",
         "ModelCheckpoint": "a checkpoint is a folder, with `lockstep.lightning` of the name of Lightning's file; a `/` "
         "in a name becomes `_`; `save_last` is the same save under another name, once; without `monitor` the "
         "`save_top_k` newest are kept, in `best_k_models` too; a metric of training steps is there when steps are "
@@ -153,7 +155,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "newest are kept; "
         "a metric in `filename` that is missing is `nan`, not 0; "
         "`train_time_interval` is checked every `log_every_n_steps` steps; `save_on_exception` and placeholders "
-        "in `CHECKPOINT_NAME_LAST` are refused",
+        "in `CHECKPOINT_NAME_LAST` are refused; `every_n_epochs` that is not given is None, not 1, and with "
+        "0 `save_last` saves in every epoch, not at the end only",
         "ModelPruning": "`lockstep.lightning` only; ranks the weights of now, Lightning's those of the last forward; "
         "masks are beside the weights in every checkpoint, whose weights are pruned and have the names of the module "
         "as it was built; random masks follow the seed of the run; refused by strategies that shard weights, for a "
