@@ -219,7 +219,7 @@ class Logger(Callback):
     def forget_held(self) -> None:
         """Drop what was logged before a run, as started ranks have written it."""
 
-    def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
+    def log_hyperparams(self, params: Any, metrics: dict[str, float] | None = None) -> None:
         """Write hyperparameters (nested dicts of JSON data) and the metrics to compare runs by."""
 
     def log_text(self, key: str, text: str, step: int | None = None) -> None:

@@ -375,7 +375,11 @@ class SilentLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        return self
+        from lockstep.callbacks._support.null_writer import (
+            NullWriter,
+        )  # `from lockstep import Trainer` does not need it
+
+        return NullWriter()
 
     def log_metrics(self, *args: Any, **options: Any) -> None: ...
     def log_hyperparams(self, *args: Any, **options: Any) -> None: ...

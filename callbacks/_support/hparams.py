@@ -38,10 +38,11 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def plain_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters as `plain` data; one that cannot be converted costs a warning and is not logged."""
+def plain_params(params: Any) -> dict[str, Any]:
+    """Return hyperparameters, a mapping or an argparse namespace, as `plain` data; one that cannot be converted costs a
+    warning and is not logged."""
     found: dict[str, Any] = {}
-    for key, value in params.items():
+    for key, value in (params if isinstance(params, Mapping) else vars(params)).items():
         try:
             found[str(key)] = plain(value)
         except Exception as error:  # of the value's own methods; or it contains itself

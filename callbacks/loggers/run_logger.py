@@ -67,8 +67,9 @@ class RunLogger(Logger):
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._trainer, self._is_writer = trainer, trainer.is_global_zero
 
-    def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
-        """Add `params`, which are written with the first metrics, or by `save` or `finalize`."""
+    def log_hyperparams(self, params: Any, metrics: dict[str, float] | None = None) -> None:
+        """Add `params`, a mapping or an argparse namespace, which are written with the first metrics, or by `save` or
+        `finalize`."""
         self._hparams |= plain_params(params)
         self._hparams_are_written = False
         if metrics:

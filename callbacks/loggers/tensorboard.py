@@ -123,7 +123,7 @@ class TensorBoardLogger(RunLogger):
         if self.has_folder and time.monotonic() >= self._next_turn:
             self._hand_over_held()
 
-    def log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
+    def log_hyperparams(self, params: Any, metrics: dict[str, float] | None = None) -> None:
         """Show `params` on the HPARAMS and TEXT pages (nested names as `a/b`), and log `metrics` as scalars to compare
         runs by.
 
@@ -153,6 +153,9 @@ class TensorBoardLogger(RunLogger):
             self._open(),
             shadow(module, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone()),
         )
+        for child in copy.modules():  # the tracer reads all properties, also those that are there in a run only
+            if getattr(child, "_trainer", child) is None:
+                vars(child)["_trainer"] = SimpleNamespace()
         try:
             # The tracer warns of every Python branch, and torch prints the error that it raises.
             with restored_rng(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):

@@ -74,6 +74,11 @@ class Stage:
     batch_end: Calls
 
 
+def _set(hook: Callable[[], None] | None) -> Callable[[], None]:
+    """The hook, or what does nothing in the place of None."""
+    return (lambda: None) if hook is None else hook
+
+
 def stage_of(stage: str, module: Module, hooks: Hooks) -> Stage:
     """The step and hooks of "validate", "test" or "predict"."""
     if stage == "validate":
@@ -81,8 +86,8 @@ def stage_of(stage: str, module: Module, hooks: Hooks) -> Stage:
             name="validation",
             kind="val",
             step=module.validation_step,
-            to_eval=module.on_validation_model_eval,
-            to_train=module.on_validation_model_train,
+            to_eval=_set(module.on_validation_model_eval),
+            to_train=_set(module.on_validation_model_train),
             start=hooks.on_validation_start,
             end=hooks.on_validation_end,
             epoch_start=hooks.on_validation_epoch_start,
@@ -95,8 +100,8 @@ def stage_of(stage: str, module: Module, hooks: Hooks) -> Stage:
             name="test",
             kind="test",
             step=module.test_step,
-            to_eval=module.on_test_model_eval,
-            to_train=module.on_test_model_train,
+            to_eval=_set(module.on_test_model_eval),
+            to_train=_set(module.on_test_model_train),
             start=hooks.on_test_start,
             end=hooks.on_test_end,
             epoch_start=hooks.on_test_epoch_start,
@@ -108,8 +113,8 @@ def stage_of(stage: str, module: Module, hooks: Hooks) -> Stage:
         name="predict",
         kind="predict",
         step=module.predict_step,
-        to_eval=module.on_predict_model_eval,
-        to_train=module.on_predict_model_train,
+        to_eval=_set(module.on_predict_model_eval),
+        to_train=_set(module.on_predict_model_train),
         start=hooks.on_predict_start,
         end=hooks.on_predict_end,
         epoch_start=hooks.on_predict_epoch_start,
