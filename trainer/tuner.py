@@ -122,7 +122,7 @@ def _batches_that_fit(
     try:
         trainer = _trial(run, module, sources, finder.steps_per_trial, [], **unlimited)
     except BaseException as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         del error
         gc.collect()
@@ -132,7 +132,8 @@ def _batches_that_fit(
     return trainer._run.num_training_batches
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory of a device, of the host or of a rank ran out."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, RankFailure):

@@ -208,7 +208,7 @@ class LightningCLI:
             if name == subcommand:
                 run = getattr(self, name, None) or getattr(self.trainer, name)
                 path = self.config[subcommand].get("ckpt_path")
-                run(self.model, datamodule=self.datamodule, ckpt_path=path)
+                run(model=self.model, datamodule=self.datamodule, ckpt_path=path)
             elif callable(hook := getattr(self, name, None)):
                 hook()
 

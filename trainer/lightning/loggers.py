@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import callbacks
+from lockstep.callbacks._support.hparams import write_hparams
 from lockstep.callbacks._support.null_writer import NullWriter
 from lockstep.callbacks.base import Logger, check_local
 from lockstep.callbacks.loggers.run_logger import RunLogger
-from lockstep.trainer.lightning.utilities import rank_zero_only
+from lockstep.trainer.lightning.utilities import rank_zero_only, rank_zero_warn
 
 
 def rank_zero_experiment(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -76,6 +77,16 @@ class _WithFolder(_WithPrefix, RunLogger):
     def log_dir(self, folder: str | None) -> None:
         self.run_dir = folder
 
+    def save(self) -> None:
+        """Write what is held, and `hparams.yaml`, which is empty without hyperparameters."""
+        super().save()
+        if self._is_writer and not self._hparams and not os.path.exists(os.path.join(self.log_dir, "hparams.yaml")):
+            write_hparams(self.log_dir, {})
+
+    def finalize(self, status: str) -> None:
+        self.save()
+        super().finalize(status)
+
     sub_dir: str | None = None
     """Where the logger writes below the folder of the run."""
     _version: str | int | None = None
@@ -132,6 +143,15 @@ class TensorBoardLogger(_WithFolder, callbacks.TensorBoardLogger):
     def has_folder(self) -> bool:
         return self.run_dir is not None
 
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """As `lockstep.callbacks.TensorBoardLogger.log_graph`; the input is the module's `example_input_array` by
+        default, and one warning says that there is none."""
+        example = model.example_input_array if input_array is None else input_array
+        if example is not None:
+            super().log_graph(model, example)
+        elif self._draws_graph:
+            rank_zero_warn(f"TensorBoardLogger shows no graph: {type(model).__name__} has no example_input_array")
+
     def save(self) -> None:
         if self._is_writer and not self.has_folder:
             self._write_hparams()
@@ -161,6 +181,9 @@ class CSVLogger(_WithFolder, callbacks.CSVLogger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Without a run, and without a step, that is the number of the row."""
         super().log_metrics(metrics, self._num_rows if step is None and self._trainer is None else step)
+
+    def log_hyperparams(self, params: Any = None, metrics: dict[str, float] | None = None) -> None:
+        super().log_hyperparams(params or {}, metrics)
 
     def log_hparams(self, params: dict[str, Any]) -> None:
         self.log_hyperparams(params)

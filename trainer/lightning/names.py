@@ -60,7 +60,8 @@ PATHS: Mapping[str, Mapping[str, str]] = {
     "pytorch.loggers.csv_logs": {f"{OURS}.loggers": "CSVLogger ExperimentWriter=CSVLogger"},
     "pytorch.loggers.logger": {
         "callbacks": "Logger",
-        "trainer.facts": "DummyExperiment=SilentLogger DummyLogger=SilentLogger",
+        "trainer.facts": "DummyLogger=SilentLogger",
+        "callbacks._support.null_writer": "DummyExperiment=NullWriter",
         f"{OURS}.loggers": "rank_zero_experiment",
     },
     "pytorch.strategies": {
@@ -77,10 +78,16 @@ PATHS: Mapping[str, Mapping[str, str]] = {
     "pytorch.cli": {"trainer.cli.lightning_cli": "LightningCLI ArgsType"},
     "pytorch.plugins": {},
     "pytorch.utilities": {
-        "strategies.data.combined": "CombinedLoader",
+        f"{OURS}.combined": "CombinedLoader",
         f"{OURS}.utilities": "AttributeDict grad_norm move_data_to_device rank_zero_only rank_zero_info rank_zero_warn "
         "rank_zero_deprecation",
+        f"{OURS}.parsing": "is_picklable",
     },
+    "pytorch.utilities.parsing": {
+        f"{OURS}.utilities": "AttributeDict",
+        f"{OURS}.parsing": "clean_namespace is_picklable str_to_bool str_to_bool_or_int str_to_bool_or_str",
+    },
+    "pytorch.utilities.memory": {f"{OURS}.parsing": "garbage_collection_cuda is_oom_error recursive_detach"},
     "pytorch.utilities.types": {
         f"{OURS}.types": _TYPES,
         "trainer.setup.optimizers": "LRSchedulerConfig=SchedulerConfig",
@@ -91,8 +98,8 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         "strategies.launch.failure": "SIGTERMException=Terminated",
     },
     "pytorch.utilities.model_helpers": {f"{OURS}.module": "is_overridden"},
-    "pytorch.utilities.model_summary": {f"{OURS}.utilities": "ModelSummary summarize"},
-    "pytorch.utilities.combined_loader": {"strategies.data.combined": "CombinedLoader"},
+    "pytorch.utilities.model_summary": {f"{OURS}.utilities": "ModelSummary UNKNOWN_SIZE summarize"},
+    "pytorch.utilities.combined_loader": {f"{OURS}.combined": "CombinedLoader"},
     "pytorch.utilities.seed": _SEED,
     "fabric": {"trainer.seeding": "seed_everything"},
     "fabric.utilities": _RANK_ZERO | {f"{OURS}.utilities ": "AttributeDict move_data_to_device"},
@@ -117,7 +124,7 @@ SAME: Mapping[str, str] = {
     "pytorch.profilers": "advanced profiler pytorch simple",
     "pytorch.tuner": "tuning lr_finder",
     "pytorch.plugins": "environments io precision",
-    "pytorch.utilities": "parsing grads",
+    "pytorch.utilities": "grads",
     "pytorch.utilities.model_summary": "model_summary",
 }
 """Modules below a path that have the names of that path: Lightning's files for them."""
@@ -184,7 +191,6 @@ REFUSED: Mapping[str, str] = {
     "find_shared_parameters": "nothing: tied parameters are found by themselves",
     "set_shared_parameters": "nothing: tied parameters stay tied",
     "disable_possible_user_warnings": "use warnings.filterwarnings",
-    "is_picklable": "call cloudpickle.dumps",
     "is_shared_filesystem": "checkpoints check it by themselves (docs/checkpoints.md)",
     "suggested_max_num_workers": "read len(os.sched_getaffinity(0))",
     "ModelHooks": "derive from LightningModule, which has the hooks",

@@ -24,6 +24,7 @@ from lockstep.trainer.lightning.types import RunningStage, TrainerFn, TrainerSta
 from lockstep.trainer.lightning.utilities import MisconfigurationException
 from lockstep.trainer.lightning_names import ARGUMENTS
 from lockstep.trainer.metrics.reduction import of_kind
+from lockstep.trainer.setup import compilation
 from lockstep.trainer.trainer import Trainer as _Trainer
 
 _BAREBONES = {
@@ -253,8 +254,21 @@ class Trainer(_Trainer):
             return self.arguments.overfit_batches
         return _DEFAULTS[name] if value is None and name in _DEFAULTS else value
 
+    def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments of a run, with a module in the place of what torch.compile has made of it; it is compiled as by
+        `Trainer(compile=True)`."""
+        given = args[0] if args else kwargs.get("model")
+        plain = getattr(given, "_orig_mod", given)
+        options = self.arguments.compile or plain is not given
+        self._run.compile_options = compilation.check(options, self._run.strategy)
+        if plain is not given:
+            kwargs.pop("model", None)
+            args = (plain, *args[1:])
+        return args
+
     def fit(self, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> None:
         """As `lockstep.Trainer.fit`; `weights_only` changes nothing, as no checkpoint is unpickled."""
+        args = self._plain(args, kwargs)
         searched = next((word for word in (kwargs.get("ckpt_path"), *args[4:]) if word in ("auto", "last")), None)
         if searched is not None and not getattr(self.checkpoint_callback, "dirpath", None):
             for logger in self.loggers:
@@ -272,17 +286,17 @@ class Trainer(_Trainer):
 
     def validate(self, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> list[dict[str, float]]:
         """As `lockstep.Trainer.validate`; a value logged per step and per epoch is there once."""
-        return _of_epochs(super().validate(*args, **kwargs))
+        return _of_epochs(super().validate(*self._plain(args, kwargs), **kwargs))
 
     def test(self, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> list[dict[str, float]]:
         """As `lockstep.Trainer.test`; a value logged per step and per epoch is there once."""
-        return _of_epochs(super().test(*args, **kwargs))
+        return _of_epochs(super().test(*self._plain(args, kwargs), **kwargs))
 
     def predict(self, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> list[Any] | None:
         """As `lockstep.Trainer.predict`; `return_predictions=None` returns them."""
         if kwargs.get("return_predictions", True) is None:
             del kwargs["return_predictions"]
-        returned = super().predict(*args, **kwargs)
+        returned = super().predict(*self._plain(args, kwargs), **kwargs)
         self._predictions = returned or []
         return returned
 

@@ -11,7 +11,7 @@ from lockstep.trainer import tuner
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.lightning.callbacks.adapters import BatchSizeFinder, LearningRateFinder
 from lockstep.trainer.lightning.utilities import rank_zero_warn
-from lockstep.trainer.module import Module
+from lockstep.trainer.module import Module, attach
 from lockstep.trainer.setup.loaders import Sources
 from lockstep.trainer.trainer import Trainer
 
@@ -118,3 +118,4 @@ class Tuner:
             tuner.search(run, model, Sources({"train": loaders, "val": None}, datamodule))
         finally:
             run.callbacks = given
+            attach(model, self._trainer)

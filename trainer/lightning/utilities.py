@@ -9,7 +9,7 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, ParamSpec, TypeVar
@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.callbacks._support.files import replacing
 from lockstep.callbacks._support.hparams import plain_params, to_yaml
+from lockstep.callbacks._support.shadow import call, fitting, restored_rng
 from lockstep.callbacks.model_summary import summarize as _summarize
 from lockstep.strategies.launch import environment
 from lockstep.trainer.hparams import Namespace
@@ -123,13 +125,44 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
         random.setstate(python)
 
 
+UNKNOWN_SIZE = "?"
+"""The size of other things than tensors, and of layers that the example did not reach."""
+
+
 class ModelSummary:
-    """The table of a module's layers, and its sums."""
+    """The table of a module's layers, and its sums.
+
+    Where the module has an `example_input_array` (a tensor, arguments in a list or tuple, or a dict of keyword
+    arguments), its forward runs once, in evaluation mode and without gradients, which tells sizes and FLOPs.
+    """
 
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
         if not isinstance(max_depth, int) or max_depth < -1:
             raise ValueError(f"max_depth must be -1, 0 or above, got {max_depth!r}")
         self.model, self.max_depth = model, max_depth
+        self._sizes: dict[nn.Module, tuple[Any, Any]] = {}
+        self._flops = 0
+        if getattr(model, "example_input_array", None) is not None:
+            self._run(model.example_input_array)
+
+    def _run(self, example: Any) -> None:
+        layers = [layer for _, layer in self.named_modules if not isinstance(layer, torch.jit.ScriptModule)]
+        handles = [layer.register_forward_hook(self._note, with_kwargs=True) for layer in layers]
+        modes = {module: module.training for module in self.model.modules()}
+        counter = FlopCounterMode(display=False)
+        try:
+            with restored_rng(), torch.no_grad(), counter:
+                call(self.model.eval(), fitting(self.model, tuple(example) if isinstance(example, list) else example))
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module, mode in modes.items():
+                module.training = mode
+        self._flops = counter.get_total_flops()
+
+    def _note(self, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        inputs = (*args, *kwargs.values())
+        self._sizes.setdefault(layer, (_size(inputs[0] if len(inputs) == 1 else inputs), _size(output)))
 
     @property
     def named_modules(self) -> list[tuple[str, nn.Module]]:
@@ -149,32 +182,62 @@ class ModelSummary:
         return [type(layer).__name__ for _, layer in self.named_modules]
 
     @property
+    def in_sizes(self) -> list[Any]:
+        """Of the first call of each layer the size of its argument, a list of sizes for several; `"?"` if unknown."""
+        return [self._sizes.get(layer, (UNKNOWN_SIZE, UNKNOWN_SIZE))[0] for _, layer in self.named_modules]
+
+    @property
+    def out_sizes(self) -> list[Any]:
+        """Of the first call of each layer the size of its output; `"?"` if unknown."""
+        return [self._sizes.get(layer, (UNKNOWN_SIZE, UNKNOWN_SIZE))[1] for _, layer in self.named_modules]
+
+    @property
+    def training_modes(self) -> list[bool]:
+        """Whether each layer is in training mode."""
+        return [layer.training for _, layer in self.named_modules]
+
+    @property
     def param_nums(self) -> list[int]:
         """Numbers of parameters of the layers; those without a shape yet count as 0."""
-        return [
-            sum(0 if is_lazy(parameter) else parameter.numel() for parameter in layer.parameters())
-            for _, layer in self.named_modules
-        ]
+        return [_numel(layer.parameters()) for _, layer in self.named_modules]
 
     @property
     def total_parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
+        """Those without a shape yet count as 0."""
+        return _numel(self.model.parameters())
 
     @property
     def trainable_parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        return _numel(p for p in self.model.parameters() if p.requires_grad)
 
     @property
     def total_layer_params(self) -> int:
         return self.total_parameters
 
     @property
+    def total_flops(self) -> int:
+        """Of the forward on the example; 0 without one."""
+        return self._flops
+
+    @property
     def model_size(self) -> float:
         """Megabytes of the parameters."""
-        return sum(p.numel() * p.element_size() for p in self.model.parameters()) / 1e6
+        return sum(p.numel() * p.element_size() for p in self.model.parameters() if not is_lazy(p)) / 1e6
 
     def __str__(self) -> str:
         return _summarize(self.model, self.max_depth)
+
+
+def _numel(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(0 if is_lazy(parameter) else parameter.numel() for parameter in parameters)
+
+
+def _size(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [_size(item) for item in value] or UNKNOWN_SIZE
+    return list(value.shape) or UNKNOWN_SIZE if isinstance(value, Tensor) else UNKNOWN_SIZE
 
 
 def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:

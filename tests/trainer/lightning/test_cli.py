@@ -137,3 +137,15 @@ def test_what_is_refused_of_its_arguments(monkeypatch: pytest.MonkeyPatch, capsy
     with pytest.raises(SystemExit) as caught:
         LightningCLI(Net)
     assert caught.value.code == 2 and capsys.readouterr().err.startswith("main.py: error: model.widht (command line)")
+
+
+def test_a_cli_may_run_the_stage_itself() -> None:
+    class Own(LightningCLI):
+        def before_fit(self) -> None:
+            self.called = ["before"]
+
+        def fit(self, **given: Any) -> None:
+            self.called.append(given["model"])
+
+    cli = Own(Net, args=["fit", *QUIET])
+    assert cli.called == ["before", cli.model]

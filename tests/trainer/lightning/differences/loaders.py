@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
 
 from tests.trainer.lightning.differences.probe import QUIET, differs, fit, part, seen
 from tests.trainer.lightning.projects import classifier, data, loader
@@ -198,10 +198,26 @@ def _(pl: Any, folder: Path) -> Any:
     return found
 
 
-@differs("several training loaders", True, "TypeError")
+@differs("several training loaders", "RuntimeError", 2)
 def _(pl: Any, folder: Path) -> Any:
     combined = part(pl, "utilities").CombinedLoader([loader(4), loader(8)], "max_size")
-    return seen(lambda: bool(next(iter(combined))))
+    return seen(lambda: len(combined))
+
+
+@differs("a loader that yields None", [[1], 1], [[0, 1], 1])
+def _(pl: Any, folder: Path) -> Any:
+    begun: list[int] = []
+
+    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
+        begun.append(batch_idx)
+
+    def collate(samples: list[Any]) -> Any:
+        return None if samples[0][0][0] == first else default_collate(samples)
+
+    first = data(8)[0][0][0]
+    module = classifier(pl, on_train_batch_start=on_train_batch_start)()
+    trainer = fit(pl, module, DataLoader(data(8), 4, collate_fn=collate))
+    return [begun, trainer.global_step]
 
 
 @differs("workers of a loader with `persistent_workers`", 0, 1, ranks=True)

@@ -27,6 +27,26 @@ def _(pl: Any, folder: Path) -> Any:
     return sorted(path.name for path in (folder / "name").iterdir())
 
 
+@differs("what a TensorBoardLogger is given before a run", True, False)
+def _(pl: Any, folder: Path) -> Any:
+    part(pl, "loggers").TensorBoardLogger(folder).log_hyperparams({"a": 1})
+    return any(folder.rglob("events.out.*"))
+
+
+@differs("a CSVLogger in a folder that has a `metrics.csv`", ["2.0"], ["1.0", "2.0"])
+def _(pl: Any, folder: Path) -> Any:
+    for value in (1.0, 2.0):
+        logger = part(pl, "loggers").CSVLogger(folder, version=0)
+        logger.log_metrics({"x": value}, 0)
+        logger.save()
+    return [row["x"] for row in rows(folder)]
+
+
+@differs("`save_dir` of a logger", None, "ValueError")
+def _(pl: Any, folder: Path) -> Any:
+    return seen(lambda: part(pl, "loggers").CSVLogger("memory://runs") and None)
+
+
 @differs("values of steps", 1, 2)
 def _(pl: Any, folder: Path) -> Any:
     fit(pl, classifier(pl)(), loader(12), logger=part(pl, "loggers").CSVLogger(folder), log_every_n_steps=2)
