@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -33,7 +34,6 @@ _ELSEWHERE = {
     "num_processes": "read num_devices",
     "precision_plugin": "read trainer.precision",
     "reduce": "call all_reduce",
-    "root_device": "read topology.device",
     "strategy_name": "read name",
     "world_size": "read topology.world_size",
 }
@@ -74,6 +74,16 @@ class SPMDHooks(Strategy[W]):
                 return object.__getattribute__(self, name)  # raises the error of a property again
             instead = f"; {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
+
+    _accelerator: str
+    """Kind of the devices. Valid after `configure`."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """`topology.device`; before the first run the first device of the node."""
+        if "topology" in vars(self):
+            return self.topology.device
+        return torch.device(self._accelerator, 0) if self._accelerator == "cuda" else torch.device(self._accelerator)
 
     optimizers = _of_run("optimizers")
     lr_scheduler_configs = _of_run("lr_scheduler_configs")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks._support.files import replacing
 from lockstep.callbacks._support.hparams import plain, write_hparams
+from lockstep.callbacks._support.null_writer import NullWriter
 from lockstep.callbacks.loggers.run_logger import RunLogger
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ class CSVLogger(RunLogger):
         return os.path.join(self.log_dir or "", "metrics.csv")
 
     @property
-    def experiment(self) -> CSVLogger:
-        return self
+    def experiment(self) -> Any:
+        return self if self._is_writer else NullWriter()
 
     @property
     def state_key(self) -> str:

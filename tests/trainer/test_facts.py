@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lockstep.strategies import DDP
 from tests.conftest import REPO_ROOT
 from tests.trainer.toy import Net, loader, net, quiet
 
@@ -118,7 +120,7 @@ def test_a_strategy_has_optimizers_only_in_a_run() -> None:
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("root_device", "; read topology.device"),
+        ("world_size", "; read topology.world_size"),
         ("is_global_zero", "; read trainer.is_global_zero"),
         ("reduce", "; call all_reduce"),
         ("nothing", ""),
@@ -128,6 +130,17 @@ def test_attributes_of_other_strategies_are_named(name: str, instead: str) -> No
     with pytest.raises(AttributeError, match=f"^'SingleDevice' object has no attribute '{name}'{instead}$"):
         getattr(quiet(devices=1).strategy, name)
     quiet(devices=1).strategy.barrier("loaded")
+
+
+def test_a_strategy_knows_its_device_before_a_run_and_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, found = quiet(devices=1, accelerator="cpu", max_epochs=1), []
+    module = net(lr=0.1)
+    module.on_train_start = lambda: found.append(trainer.strategy.root_device)  # type: ignore[attr-defined]
+    trainer.fit(module, loader())
+    assert [trainer.strategy.root_device, *found] == [torch.device("cpu")] * 2  # type: ignore[attr-defined]
+    strategy = DDP()
+    monkeypatch.setattr(strategy, "_accelerator", "cuda")
+    assert strategy.root_device == torch.device("cuda", 0)
 
 
 def test_evaluation_without_a_module_takes_the_best_weights(tmp_path: Path) -> None:

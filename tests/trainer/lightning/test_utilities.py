@@ -164,6 +164,7 @@ def test_the_writer_of_other_ranks_is_a_dummy_experiment(monkeypatch: pytest.Mon
     other = Own().experiment
     other["a"] = 1
     assert isinstance(other, DummyExperiment) and isinstance(other["a"].append(2), type(None))
+    assert isinstance(loggers.CSVLogger("runs").experiment, DummyExperiment)
     trial = pl.Trainer(**QUIET | {"logger": True, "fast_dev_run": True, "max_epochs": None})
     assert isinstance(trial.logger.experiment, DummyExperiment)
 
