@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lockstep.lightning.pytorch as pl
 from lockstep.lightning.pytorch import loggers
+from lockstep.lightning.pytorch.core import saving
 from lockstep.lightning.pytorch.loggers.logger import DummyExperiment, rank_zero_experiment
 from lockstep.lightning.pytorch.tuner import Tuner
 from lockstep.lightning.pytorch.utilities import CombinedLoader, model_summary, parsing
@@ -78,6 +79,14 @@ def test_words_for_truth_and_what_can_be_pickled() -> None:
     with pytest.warns(UserWarning, match="'b' cannot be pickled, and is removed"):
         parsing.clean_namespace(kept)
     assert kept == {"a": 1}
+
+
+def test_what_is_not_plain_data_is_written_as_text_with_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match="hyperparameter 'kind' is written as text: a dtype is not plain data"
+    ) as found:
+        saving.save_hparams_to_yaml(tmp_path / "x.yaml", {"kind": torch.float32, "path": tmp_path, "width": 3})
+    assert len(found) == 1 and saving.load_hparams_from_yaml(tmp_path / "x.yaml")["kind"] == "torch.float32"
 
 
 def test_memory() -> None:

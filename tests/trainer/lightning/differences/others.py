@@ -85,6 +85,28 @@ def _(pl: Any, folder: Path) -> Any:
     return [seen(lambda word=word: pl.Trainer(**QUIET, profiler=word) and None) for word in ("advanced", "torch")]
 
 
+@differs("a logger that does not derive from `Logger`", None, "TypeError")
+def _(pl: Any, folder: Path) -> Any:
+    return seen(lambda: pl.Trainer(**QUIET | {"logger": object()}) and None)
+
+
+@differs("the class of errors about modules and data", "MisconfigurationException", "TypeError")
+def _(pl: Any, folder: Path) -> Any:
+    return seen(lambda: fit(pl, classifier(pl, training_step=lambda *_: 5.0)()))
+
+
+@differs("a number from `training_step` in manual optimization", "MisconfigurationException", None)
+def _(pl: Any, folder: Path) -> Any:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> float:
+        self.manual_backward(self(batch[0]).sum())
+        self.optimizers().step()
+        return 5.0
+
+    module = classifier(pl, training_step=training_step)()
+    module.automatic_optimization = False
+    return seen(lambda: fit(pl, module) and None)
+
+
 @differs("asynchronous saves", "AsyncCheckpointIO", "ImportError")
 def _(pl: Any, folder: Path) -> Any:
     return seen(lambda: part(pl, "plugins.io").AsyncCheckpointIO.__name__)
