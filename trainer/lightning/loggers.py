@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lockstep.callbacks._support.hparams import write_hparams
 from lockstep.callbacks._support.null_writer import NullWriter
 from lockstep.callbacks.base import Logger, check_local
 from lockstep.callbacks.loggers.run_logger import RunLogger
+from lockstep.callbacks.loggers.wandb import STEP
 from lockstep.trainer.lightning.utilities import rank_zero_only, rank_zero_warn
 
 
@@ -231,8 +233,58 @@ class WandbLogger(_WithPrefix, callbacks.WandbLogger):
             options["mode"] = "offline"
         super().__init__(dir or save_dir, project=project, id=id or version, **options)
         self.prefix = prefix
+        self._watched: list[dict[str, Any]] = []  # until there is a run
         if name is not None:
             self.options["name"] = name
+
+    def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
+        """Log gradients, parameters or the graph of a module, as `wandb.watch` does; before a run, once it begins."""
+        self._watched.append({"models": model, "log": log, "log_freq": log_freq, "log_graph": log_graph})
+        if self.has_folder and self._is_writer:
+            self._open()
+
+    def _open(self) -> Any:
+        run = super()._open()
+        watched, self._watched = self._watched, []
+        for options in watched:
+            run.watch(**options)
+        return run
+
+    def log_table(
+        self, key: str, columns: Any = None, data: Any = None, dataframe: Any = None, step: int | None = None
+    ) -> None:
+        """A table of rows with these columns, or of a dataframe."""
+        self._log_media(key, step, lambda wandb: wandb.Table(columns=columns, data=data, dataframe=dataframe))
+
+    def log_text(  # type: ignore[override]  # Lightning's takes a table
+        self, key: str, columns: Any = None, data: Any = None, dataframe: Any = None, step: int | None = None
+    ) -> None:
+        """A table, as `log_table`; or a text and its step."""
+        if isinstance(columns, str):
+            super().log_text(key, columns, step if data is None else data)
+        else:
+            self.log_table(key, columns, data, dataframe, step)
+
+    def log_image(self, key: str, images: list[Any], step: int | None = None, **options: list[Any]) -> None:
+        """Images for `wandb.Image`; options, such as `caption`, are lists with an item for each."""
+        self._log_media(key, step, lambda wandb: _each(wandb.Image, images, options))
+
+    def log_audio(self, key: str, audios: list[Any], step: int | None = None, **options: list[Any]) -> None:
+        """Sounds for `wandb.Audio`, as `log_image`."""
+        self._log_media(key, step, lambda wandb: _each(wandb.Audio, audios, options))
+
+    def log_video(self, key: str, videos: list[Any], step: int | None = None, **options: list[Any]) -> None:
+        """Videos for `wandb.Video`, as `log_image`."""
+        self._log_media(key, step, lambda wandb: _each(wandb.Video, videos, options))
+
+    def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
+        """Record that the run reads an artifact, and return it."""
+        return self.experiment.use_artifact(artifact, type=artifact_type)
+
+    def _log_media(self, key: str, step: int | None, make: Callable[[Any], Any]) -> None:
+        if self._is_writer:
+            name = f"{self.prefix}{self.LOGGER_JOIN_CHAR}{key}" if self.prefix else key
+            self._hand_over(self._open(), {STEP: self._at(step), name: make(importlib.import_module(self.module))})
 
 
 class MLFlowLogger(_WithPrefix, callbacks.MLflowLogger):
@@ -257,6 +309,14 @@ class MLFlowLogger(_WithPrefix, callbacks.MLflowLogger):
             save_dir, name=experiment_name, tracking_uri=tracking_uri, run_id=run_id, tags=(tags or {}) | names
         )
         self.prefix = prefix
+
+
+def _each(kind: Any, items: Sequence[Any], options: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """`kind` of each item, with its own of the options."""
+    for name, values in options.items():
+        if len(values) != len(items):
+            raise ValueError(f"{name} must have an item for each of {len(items)}, but it has {len(values)}")
+    return [kind(item, **{name: values[i] for name, values in options.items()}) for i, item in enumerate(items)]
 
 
 def _place(save_dir: str | os.PathLike[str], name: str | None) -> tuple[Path, str]:

@@ -88,11 +88,12 @@ class Tuner:
         max_trials: int = 25,
         batch_arg_name: str = "batch_size",
         margin: float = 0.05,
+        max_val: int = 8192,
     ) -> int | None:
-        """Search the largest batch that fits into memory, and set it."""
+        """Search the largest batch that fits into memory, and set it; `max_val` is as BatchSizeFinder's."""
         if self._skips("scale_batch_size"):
             return None
-        finder = BatchSizeFinder(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin)
+        finder = BatchSizeFinder(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
         self._search(finder, model, train_dataloaders, datamodule, method)
         return finder.result
 

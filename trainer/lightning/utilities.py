@@ -246,8 +246,8 @@ def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
 
 
 def save_hparams_to_yaml(config_yaml: str | os.PathLike[str], hparams: Any, use_omegaconf: bool = True) -> None:
-    """Write a dict, Namespace or config as plain data; of a member of an Enum its name. A warning names what is not such
-    data, and is written as text."""
+    """Write a dict, Namespace or config as plain data; of a member of an Enum its name. A warning names what is not
+    such data, and is written as text."""
     given = hparams if isinstance(hparams, Mapping) else vars(hparams)
     params = plain_params({key: value.name if isinstance(value, Enum) else value for key, value in given.items()})
     for key, value in given.items():

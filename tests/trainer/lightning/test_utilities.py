@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import io
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import yaml
 from torch import Tensor, nn
 
 import lockstep.lightning.pytorch as pl
+from lockstep.callbacks.loggers.wandb import STEP
 from lockstep.lightning.pytorch import loggers
 from lockstep.lightning.pytorch.core import saving
 from lockstep.lightning.pytorch.loggers.logger import DummyExperiment, rank_zero_experiment
@@ -159,6 +163,48 @@ def test_a_graph_is_of_the_example_by_default(tmp_path: Path) -> None:
     logger.finalize("success")
     (events,) = Path(logger.log_dir).glob("events.out.*")
     assert b"Linear" in events.read_bytes()
+
+
+class Made:
+    def __init__(self, kind: str, *args: Any, **options: Any) -> None:
+        self.seen = kind, args, options
+
+
+def test_media_and_watched_modules_reach_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: list[Any] = []
+    kinds = {kind: functools.partial(Made, kind) for kind in ("Image", "Audio", "Video", "Table")}
+    begun = SimpleNamespace(
+        log=given.append,
+        watch=lambda **options: given.append(options),
+        config=SimpleNamespace(update=lambda *args, **options: None),
+        define_metric=lambda *args, **options: None,
+        finish=lambda **options: None,
+        offline=True,
+        step=0,
+    )
+    pytest.importorskip("wandb")
+    logger = loggers.WandbLogger(project="p", save_dir=tmp_path, prefix="a")
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=begun, **kinds))
+    with pytest.raises(RuntimeError, match="WandbLogger has no folder yet"):
+        _ = logger.experiment
+    module = classifier(pl)()
+    logger.watch(module, log_freq=3)
+    trainer = pl.Trainer(**QUIET | {"logger": logger})
+
+    def on_train_end() -> None:
+        logger.log_image("i", [1, 2], step=5, caption=["x", "y"])
+        logger.log_table("t", columns=["c"], data=[[1]])
+        logger.log_text("w", columns=["c"], data=[["word"]])
+        with pytest.raises(ValueError, match="rate must have an item for each of 1, but it has 2"):
+            logger.log_audio("s", [1], rate=[1, 2])
+
+    module.on_train_end = on_train_end
+    trainer.fit(module, loader(4))
+    assert given[0] == {"models": module, "log": "gradients", "log_freq": 3, "log_graph": True}
+    (images,), (table,), (text,) = ([row[name] for row in given if name in row] for name in ("a-i", "a-t", "a-w"))
+    assert [image.seen for image in images] == [("Image", (1,), {"caption": "x"}), ("Image", (2,), {"caption": "y"})]
+    assert table.seen == ("Table", (), {"columns": ["c"], "data": [[1]], "dataframe": None})
+    assert text.seen[2]["data"] == [["word"]] and 5 in [row.get(STEP) for row in given]
 
 
 def test_the_writer_of_other_ranks_is_a_dummy_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
