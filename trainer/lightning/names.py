@@ -81,7 +81,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         f"{OURS}.combined": "CombinedLoader",
         f"{OURS}.utilities": "AttributeDict grad_norm move_data_to_device rank_zero_only rank_zero_info rank_zero_warn "
         "rank_zero_deprecation",
-        f"{OURS}.parsing": "is_picklable",
+        f"{OURS}.parsing": "find_shared_parameters is_picklable set_shared_parameters",
     },
     "pytorch.utilities.parsing": {
         f"{OURS}.utilities": "AttributeDict",
@@ -188,8 +188,6 @@ REFUSED: Mapping[str, str] = {
     "XLAEnvironment": _ENVIRONMENT,
     "GradClipAlgorithmType": "write 'norm' or 'value'",
     "LightningEnum": "use enum.Enum",
-    "find_shared_parameters": "nothing: tied parameters are found by themselves",
-    "set_shared_parameters": "nothing: tied parameters stay tied",
     "disable_possible_user_warnings": "use warnings.filterwarnings",
     "is_shared_filesystem": "checkpoints check it by themselves (docs/checkpoints.md)",
     "suggested_max_num_workers": "read len(os.sched_getaffinity(0))",

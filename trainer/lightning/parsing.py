@@ -1,14 +1,14 @@
-"""Functions of `lightning.pytorch.utilities.parsing` and `lightning.pytorch.utilities.memory`."""
+"""Functions of `lightning.pytorch.utilities` for words, memory and tied parameters."""
 
 from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lockstep.trainer.lightning.utilities import rank_zero_warn
@@ -68,3 +68,20 @@ def garbage_collection_cuda() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def find_shared_parameters(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [found for found in names.values() if len(found) > 1]
+
+
+def set_shared_parameters(module: nn.Module, shared_params: Iterable[Sequence[str]]) -> nn.Module:
+    """Tie parameters: those of each list become the first one of it."""
+    for first, *others in shared_params:
+        for other in others:
+            owner, _, name = other.rpartition(".")
+            setattr(module.get_submodule(owner), name, module.get_parameter(first))
+    return module

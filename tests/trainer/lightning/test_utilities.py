@@ -21,7 +21,13 @@ from lockstep.lightning.pytorch import loggers
 from lockstep.lightning.pytorch.core import saving
 from lockstep.lightning.pytorch.loggers.logger import DummyExperiment, rank_zero_experiment
 from lockstep.lightning.pytorch.tuner import Tuner
-from lockstep.lightning.pytorch.utilities import CombinedLoader, model_summary, parsing
+from lockstep.lightning.pytorch.utilities import (
+    CombinedLoader,
+    find_shared_parameters,
+    model_summary,
+    parsing,
+    set_shared_parameters,
+)
 from lockstep.lightning.pytorch.utilities.memory import is_oom_error, recursive_detach
 from tests.trainer.lightning.differences.probe import QUIET, fit
 from tests.trainer.lightning.projects import classifier, loader
@@ -83,6 +89,14 @@ def test_words_for_truth_and_what_can_be_pickled() -> None:
     with pytest.warns(UserWarning, match="'b' cannot be pickled, and is removed"):
         parsing.clean_namespace(kept)
     assert kept == {"a": 1}
+
+
+def test_tied_parameters_are_found_and_tied() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    assert find_shared_parameters(module) == []
+    tied = [["0.weight", "1.0.weight"], ["1.0.bias", "1.1.bias"]]
+    assert set_shared_parameters(module, tied) is module
+    assert find_shared_parameters(module) == tied and module[1][0].weight is module[0].weight
 
 
 def test_what_is_not_plain_data_is_written_as_text_with_a_warning(tmp_path: Path) -> None:
