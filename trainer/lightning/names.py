@@ -48,10 +48,10 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         f"{OURS}.callbacks.finetuning": "BackboneFinetuning BaseFinetuning",
         f"{OURS}.callbacks.pruning": "ModelPruning",
         f"{OURS}.callbacks.stochastic_averaging": "StochasticWeightAveraging",
-        f"{OURS}.callbacks.adapters": "BasePredictionWriter BatchSizeFinder "
-        "DeviceStatsMonitor EarlyStopping LearningRateFinder ModelSummary ProgressBar "
-        "RichModelSummary RichProgressBar RichProgressBarTheme TQDMProgressBar EMAWeightAveraging "
-        "WeightAveraging",
+        f"{OURS}.callbacks.adapters": "BasePredictionWriter BatchSizeFinder DeviceStatsMonitor EarlyStopping "
+        "LearningRateFinder EMAWeightAveraging WeightAveraging",
+        f"{OURS}.callbacks.shown": "ModelSummary ProgressBar RichModelSummary RichProgressBar RichProgressBarTheme "
+        "TQDMProgressBar",
     },
     "pytorch.loggers": {
         "callbacks": "Logger",

@@ -15,8 +15,8 @@ from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.devices import device_count, resolve_accelerator
 from lockstep.trainer.facts import TrainerState
-from lockstep.trainer.lightning.callbacks.adapters import ModelSummary, TQDMProgressBar
 from lockstep.trainer.lightning.callbacks.model_checkpoint import ModelCheckpoint
+from lockstep.trainer.lightning.callbacks.shown import ModelSummary, TQDMProgressBar
 from lockstep.trainer.lightning.loggers import TensorBoardLogger
 from lockstep.trainer.lightning.loops import EvaluationLoop, FitLoop, PredictionLoop
 from lockstep.trainer.lightning.names import ACCEPTED

@@ -11,7 +11,6 @@ import unittest.mock
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import torch
 from torch.nn import functional as F
@@ -88,11 +87,6 @@ def _(pl: Any, folder: Path) -> Any:
 @differs("a logger that does not derive from `Logger`", None, "TypeError")
 def _(pl: Any, folder: Path) -> Any:
     return seen(lambda: pl.Trainer(**QUIET | {"logger": object()}) and None)
-
-
-@differs("the class of errors about modules and data", "MisconfigurationException", "TypeError")
-def _(pl: Any, folder: Path) -> Any:
-    return seen(lambda: fit(pl, classifier(pl, training_step=lambda *_: 5.0)()))
 
 
 @differs("a number from `training_step` in manual optimization", "MisconfigurationException", None)
@@ -209,10 +203,3 @@ def _(pl: Any, folder: Path) -> Any:
 @differs("the class of errors about what user code gives", "MisconfigurationException", "TypeError")
 def _(pl: Any, folder: Path) -> Any:
     return seen(lambda: fit(pl, classifier(pl, configure_optimizers=lambda self: 1)()))
-
-
-@differs("a logger that does not derive from `Logger`", True, "TypeError")
-def _(pl: Any, folder: Path) -> Any:
-    logger = Mock(version="0", save_dir=str(folder))
-    logger.name = "name"
-    return seen(lambda: bool(fit(pl, classifier(pl)(), logger=logger)))
