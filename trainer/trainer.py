@@ -79,8 +79,8 @@ class Trainer(Facts):
         if ckpt_path is None:
             checks.not_done(run)
         path = start.checked(run, ckpt_path)
-        if path is None and not run.arguments.fast_dev_run:
-            tuner.search(run, model, sources)
+        if not run.arguments.fast_dev_run:
+            tuner.prepare(run, model, sources, path)
         if run.arguments.strategy == "auto":  # now that the model is known
             strategy, reason = build("auto", **run.arguments.layout, model=model)
             if type(strategy) is not type(run.strategy):

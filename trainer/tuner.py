@@ -16,9 +16,12 @@ from lockstep.callbacks.base import Callback
 from lockstep.callbacks.guard import Guard
 from lockstep.callbacks.tuning.batch_size_finder import BatchSizeFinder
 from lockstep.callbacks.tuning.lr_finder import LRFinder, LRSweep, RisingRate
+from lockstep.strategies.checkpoint_state import unpack
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.launcher import RankFailure
+from lockstep.trainer.checkpoint.manifest import refused
 from lockstep.trainer.seeding import rng_state, set_rng_state
+from lockstep.trainer.setup import start
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
@@ -27,6 +30,30 @@ if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
 
 _log = logging.getLogger("lockstep")
+
+
+def prepare(run: RunState, module: Module, sources: Sources, ckpt_path: str | None) -> None:
+    """Run the finders among the callbacks, or give a run that will be resumed what they had found for it. Every process
+    that called `fit` calls it, before ranks are launched."""
+    finders = [each for each in run.callbacks if isinstance(each, BatchSizeFinder | LRFinder)]
+    checkpoint = start.found(run, ckpt_path) if finders else None
+    if checkpoint is None:
+        search(run, module, sources)
+        return
+    for finder in finders:
+        with refused(checkpoint.path):
+            saved = checkpoint.state.get("callbacks", {}).get(finder.state_key)
+            if saved:
+                finder.load_state_dict(unpack(saved, checkpoint.read))
+        if finder.result is None:
+            _log.warning(
+                f"checkpoint {checkpoint.path} does not hold what {type(finder).__name__} found for its run, which "
+                "continues with what module and DataModule have now"
+            )
+        elif isinstance(finder, BatchSizeFinder):
+            _write(*_place_of_size(finder, module, sources), finder.result)
+        elif finder.update_attr and (rate := finder.result.suggestion()) is not None:
+            _write(*_place_of_rate(finder, module), rate)
 
 
 def search(run: RunState, module: Module, sources: Sources) -> None:
@@ -41,8 +68,7 @@ def search(run: RunState, module: Module, sources: Sources) -> None:
 
 
 def _find_rate(run: RunState, finder: LRFinder, module: Module, sources: Sources) -> LRSweep:
-    names = (finder.attr_name,) if finder.attr_name else ("lr", "learning_rate")
-    owner, name = _holder(finder, [module], names) if finder.update_attr else (None, "")
+    owner, name = _place_of_rate(finder, module) if finder.update_attr else (None, "")
     recorded = RisingRate(finder)
     if not run.strategy.capabilities.synchronous:
         raise ValueError(
@@ -77,8 +103,7 @@ def _find_batch_size(run: RunState, finder: BatchSizeFinder, module: Module, sou
             "BatchSizeFinder cannot search under a launcher that has started several ranks, as a rank that runs out "
             "of memory ends the job; find the size with devices=1, and set it"
         )
-    owners = [module] if sources.datamodule is None else [sources.datamodule, module]
-    owner, name = _holder(finder, owners, (finder.batch_arg_name,))
+    owner, name = _place_of_size(finder, module, sources)
     size, fits, fails = finder.init_val, 0, None
     for _ in range(finder.max_trials):
         batches = _batches_that_fit(run, finder, module, sources, owner is module, name, size)
@@ -218,6 +243,15 @@ def _deep_copy(value: Any, shared: dict[int, Any]) -> Any:
             f"LRFinder and BatchSizeFinder train copies, but {type(value).__name__} cannot be copied ({error}); "
             "make it copyable, or search in a program of its own"
         ) from error
+
+
+def _place_of_rate(finder: LRFinder, module: Module) -> tuple[Any, str]:
+    return _holder(finder, [module], (finder.attr_name,) if finder.attr_name else ("lr", "learning_rate"))
+
+
+def _place_of_size(finder: BatchSizeFinder, module: Module, sources: Sources) -> tuple[Any, str]:
+    owners = [module] if sources.datamodule is None else [sources.datamodule, module]
+    return _holder(finder, owners, (finder.batch_arg_name,))
 
 
 def _holder(finder: Callback, owners: Sequence[Any], names: Sequence[str]) -> tuple[Any, str]:

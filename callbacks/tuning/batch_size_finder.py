@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lockstep.callbacks.base import Callback
 
 
@@ -12,7 +14,7 @@ class BatchSizeFinder(Callback):
     moved. A batch does not fit if any rank runs out of memory. The size found replaces `module.batch_size`, the
     hyperparameter of that name, or the DataModule's, which `train_dataloader` must use. It is the batch of each rank,
     or the global batch with `split_batches`; scale the learning rate with it (`LRScaling`). A run that is resumed
-    (`ckpt_path`) is not searched.
+    (`ckpt_path`) is not searched, but has the size that was found for it.
 
     Args:
         mode: "power" doubles until a trial fails; "binsearch" then searches between the last two.
@@ -46,3 +48,9 @@ class BatchSizeFinder(Callback):
             raise ValueError(f"margin must be at least 0 and below 1, got {margin}")
         self.mode, self.steps_per_trial, self.init_val = mode, steps_per_trial, init_val
         self.max_trials, self.batch_arg_name, self.margin = max_trials, batch_arg_name, margin
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.result is None else {"found": self.result}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.result = state_dict.get("found")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,7 @@ class LRFinder(Callback):
     The copy runs in a run of its own, under the same strategy and on the same data, so nothing of the run that
     follows is moved: weights, random streams, counters and folders are those of a run without this callback. Losses
     are those over all ranks, so the answer is the same on any number of ranks for the same global batch. A run that
-    is resumed (`ckpt_path`) is not searched.
+    is resumed (`ckpt_path`) is not searched, but has the rate that was found for it.
 
     The rate replaces `module.lr` or `module.learning_rate`, or the hyperparameter of that name, which
     `configure_optimizers` must use. Smith 2015, arXiv:1506.01186.
@@ -118,6 +118,12 @@ class LRFinder(Callback):
         self.min_lr, self.max_lr, self.num_training_steps, self.mode = min_lr, max_lr, num_training_steps, mode
         self.early_stop_threshold = early_stop_threshold
         self.update_attr, self.attr_name, self.plot = update_attr, attr_name, plot
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.result is None else asdict(self.result)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.result = LRSweep(**state_dict) if state_dict else None
 
     def rate_at(self, step: int) -> float:
         """The learning rate of step `step`, from 0."""

@@ -100,6 +100,27 @@ def resumable(run: RunState, path: str | Path) -> Checkpoint:
     return opened
 
 
+def found(run: RunState, ckpt_path: str | None) -> Checkpoint | None:
+    """The checkpoint with which a fit will begin, before its folder is chosen: all of it is checked but the bytes of
+    tensors. Raises CheckpointError."""
+    if searches(ckpt_path):
+        stage, run.stage = run.stage, "fit"
+        try:
+            newest = _newest(run, *_base(run, [place_of(run, logger) for logger in run.loggers[:1]]), ())
+        finally:
+            run.stage = stage
+        ckpt_path = None if newest is None else newest[1]
+    elif ckpt_path == "best":
+        ckpt_path = getattr(run.checkpoint_callback, "best_model_path", None)
+    return None if ckpt_path is None else Checkpoint.open(ckpt_path, verify=False)
+
+
+def _base(run: RunState, places: list[tuple[Path, str | int | None]]) -> tuple[Path, str | int | None]:
+    """The folder of the run's versions, and its version where that is known; `places` are those of its loggers."""
+    base, version = places[0] if places else (_default_place(run), None)
+    return base, version if run.log_dir is None else Path(run.log_dir).name  # this Trainer continues in its folder
+
+
 def choose(run: RunState, ckpt_path: str | None, skipped: Container[Any] = ()) -> dict[str, Any]:
     """Rank 0: the run's folder and the checkpoint to open, or the error, as JSON data. `skipped` are checkpoints of
     which `store.skip` has warned."""
@@ -107,10 +128,8 @@ def choose(run: RunState, ckpt_path: str | None, skipped: Container[Any] = ()) -
         saves = run.stage == "fit" and run.checkpoint_callback is not None
         writes = bool(run.loggers) or (saves and not _writes_below_root(run))
         places = [place_of(run, logger) for logger in run.loggers]
-        base, version = places[0] if places else (_default_place(run), None)
+        base, version = _base(run, places)
         checkpoint = None
-        if run.log_dir is not None:  # this Trainer continues in its folder
-            version = Path(run.log_dir).name
         if searches(ckpt_path):
             found, searched = _newest(run, base, version, skipped), _searched(run, base)
             if found is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep import DataModule
-from lockstep.callbacks import BatchSizeFinder
+from lockstep.callbacks import BatchSizeFinder, ModelCheckpoint
 from tests.trainer.toy import Net, data, equal, loader, quiet, weights
 
 
@@ -111,3 +112,41 @@ def test_what_cannot_be_searched_is_named() -> None:
         find(BatchSizeFinder(init_val=32))
     with pytest.raises(ValueError, match="mode must be"):
         BatchSizeFinder(mode="half")
+
+
+class Finished(DataModule):
+    """Has the batch size of which the search finds another."""
+
+    def __init__(self) -> None:
+        self.batch_size = 2
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(data(200), self.batch_size, shuffle=True)
+
+
+@pytest.mark.parametrize("of_module", [True, False])
+@pytest.mark.parametrize("ckpt_path", ["path", "auto"])
+def test_a_resumed_run_has_the_size_that_was_found(ckpt_path: str, of_module: bool, tmp_path: Path) -> None:
+    def run(folder: Path, steps: int | None, ckpt_path: Any = None) -> Limited:
+        torch.manual_seed(0)
+        module, callbacks = Limited(), [BatchSizeFinder(), ModelCheckpoint(every_n_train_steps=5, filename="{step}")]
+        options: dict[str, Any] = {"max_epochs": 2, "max_steps": steps, "default_root_dir": folder, "seed": 0}
+        trainer = quiet(callbacks=callbacks, enable_checkpointing=True, **options)
+        trainer.fit(module, datamodule=None if of_module else Finished(), ckpt_path=ckpt_path)
+        assert callbacks[0].result == 16  # type: ignore[attr-defined]
+        return module
+
+    whole = run(tmp_path / "whole", None, "auto")  # of which there is none, so it searches
+    run(tmp_path / "killed", 5)
+    (path,) = (tmp_path / "killed").rglob("step=5")
+    resumed = run(tmp_path / "killed", None, "auto" if ckpt_path == "auto" else path)
+    assert equal(weights(resumed), weights(whole))
+
+
+def test_a_checkpoint_that_does_not_hold_the_size_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = quiet(max_steps=2, max_epochs=None)
+    trainer.fit(Limited())
+    trainer.save_checkpoint(tmp_path / "saved")
+    module = Limited()
+    quiet(max_steps=4, max_epochs=None, callbacks=[BatchSizeFinder()]).fit(module, ckpt_path=tmp_path / "saved")
+    assert module.batch_size == 2 and "does not hold what BatchSizeFinder found" in caplog.text

@@ -60,6 +60,21 @@ def test_the_run_is_the_one_that_had_the_rate_from_the_start() -> None:
     assert equal(weights(module), weights(expected))
 
 
+def test_a_resumed_run_has_the_rate_that_was_found(tmp_path: Path) -> None:
+    def run(steps: int, ckpt_path: Path | None = None) -> Net:
+        torch.manual_seed(0)
+        module, callback = net(optimizer="SGD"), finder()
+        trainer = quiet(max_steps=steps, max_epochs=None, callbacks=[callback], seed=0)
+        trainer.fit(module, loader(), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / f"{steps}")
+        assert callback.result is not None and module.hparams.lr == callback.result.suggestion()
+        return module
+
+    whole = run(6)
+    run(3)
+    assert equal(weights(run(6, tmp_path / "3")), weights(whole))
+
+
 def test_random_streams_are_where_they_were() -> None:
     """Dropout draws in the search, and the shuffled order of the run depends on the seed alone."""
 
