@@ -136,8 +136,8 @@ def _attributes(changes: Changes, name: str, tensors: dict[str, TensorShard]) ->
 def _restore_attributes(run: RunState, checkpoint: Checkpoint) -> None:
     assert run.attributes is not None
     state = attributes(run, checkpoint)
-    same = () if run.reload is None else run.reload.same
-    run.attributes.load_state_dict(state, run.strategy.topology.device, same)
+    objects = ((), ()) if run.reload is None else run.reload.objects
+    run.attributes.load_state_dict(state, run.strategy.topology.device, *objects)
     lost = run.attributes.lost(state)
     within = (run.progress.batches_seen and not run.progress.epoch_closed) or run.reload is not None
     if lost and run.is_global_zero and (within or checkpoint.world_size != run.world_size):

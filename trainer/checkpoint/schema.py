@@ -253,10 +253,11 @@ def _are_changes(value: Any) -> bool:
         and _is_list(value.get("on_device"), _is_str)
         and _is_dict(value.get("begun", {}), _is_object)
         and _is_list(value.get("replaced", []), _is_str)
+        and _is_list(value.get("shared", []), lambda group: _is_list(group, _is_name))
     )
 
 
-_SEEN = {"made_for", "global_step", "metrics", "attributes", "states", "buffers", "same", "lengths", "weights"}
+_SEEN = {"made_for", "global_step", "metrics", "attributes", "buffers", "same", "moved_on", "lengths", "weights"}
 
 
 def _is_reload(value: Any) -> bool:
@@ -267,12 +268,15 @@ def _is_reload(value: Any) -> bool:
         and is_count(value["global_step"])
         and _is_dict(value["metrics"], lambda shown: _is_dict(shown, is_number))
         and _are_changes(value["attributes"])
-        and isinstance(value["states"], dict)
         and _is_dict(value["buffers"], _is_tensor)
-        and _is_list(value["same"], _is_str)
+        and all(_is_list(value[name], _is_str) for name in ("same", "moved_on"))
         and isinstance(value["lengths"], list)
         and type(value["weights"]) is bool
     )
+
+
+def _is_name(value: Any) -> bool:
+    return _is_list(value, _is_str) and len(value) == 2
 
 
 def _are_start_hooks(value: Any) -> bool:

@@ -146,7 +146,6 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> dict[str, 
         with refused(checkpoint.path):
             later = rank_state.attributes(run, checkpoint)
         made = run.reload.make_again(later)
-        restore_datamodule(run, checkpoint)
     with refused(checkpoint.path):
         progress, loader = run.progress, run.train_dataloader
         progress.load_state_dict(state["progress"])

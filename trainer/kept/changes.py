@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep.callbacks.base import Callback
-from lockstep.trainer.kept.owners import has_no_state, iterators, layers, objects, parts, saves_nothing, shown
+from lockstep.trainer.kept.identity import Reference, is_object, is_replaced, references, shared
+from lockstep.trainer.kept.owners import has_no_state, is_of_program, iterators, layers, objects, parts, shown
 from lockstep.trainer.kept.values import (
     MOST_ITEMS,
     NOTHING,
@@ -22,7 +22,6 @@ from lockstep.trainer.kept.values import (
     encoded,
     fields,
     is_equal,
-    is_fixed,
     is_free,
     is_same,
     is_savable,
@@ -31,7 +30,7 @@ from lockstep.trainer.kept.values import (
     moved,
     not_of_users,
     on_host,
-    reference,
+    put,
     storages,
     take,
     tensors_in,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from lockstep.trainer.datamodule import DataModule
 
 _DATA = "datamodule"
+_DATA_KINDS = (Dataset, DataLoader, Sampler)
 _HPARAMS = "_hparams"
 """Made, with nothing in it, when `hparams` is first read, as the first save does."""
 
@@ -55,18 +55,22 @@ class Changes:
         self, module: nn.Module, callbacks: Iterable[Callback] = (), datamodule: DataModule | None = None
     ) -> None:
         self._module = module
-        callbacks = [*filter(has_no_state, callbacks)]
+        callbacks = [*filter(is_of_program, callbacks)]
         keys = [each.state_key for each in callbacks]
         self._beside: dict[str, Any] = {
             f"callbacks.{key}{keys[:i].count(key) or ''}": each
             for i, (key, each) in enumerate(zip(keys, callbacks, strict=True))
         }
         """Callbacks and the DataModule."""
-        if datamodule is not None and saves_nothing(datamodule):
+        if datamodule is not None and is_of_program(datamodule):
             self._beside[_DATA] = datamodule
+        self._say = [path for path, each in self._beside.items() if not has_no_state(each)]
+        """Which of them say by themselves what is saved."""
         self._of_run: list[Any] = []
         """The run's optimizers and schedulers, which are saved by themselves."""
         self._at_start = self._marks()
+        self._first: dict[str, Reference] = {}
+        """The objects that attributes were then."""
         self._had: dict[str, set[str]] = {}
         """By owner the attributes that every run has as its first step begins."""
         self._by_hook: set[tuple[str, str]] = set()
@@ -87,6 +91,7 @@ class Changes:
         it each run makes again."""
         self._of_run = [*of_run]
         self._at_start = self._marks()
+        self._first = references({path: found.owner for path, found in self._at_start.items()})
         for path, name in self._by_hook:
             if path in self._at_start:
                 self._at_start[path].marks.pop(name, None)
@@ -107,6 +112,7 @@ class Changes:
                 if any(found.owner is part for found in made.values() for part in parts(value)):
                     parent.marks[name] = mark_of(value, MOST_ITEMS)
         self._at_start |= made
+        self._first |= references({path: found.owner for path, found in made.items()})
         before, self._begun, self._begun_marks = self._begun, self._left(marks) if has_hooks else {}, marks
         given = {(path, name) for path, name, _ in giving_way}
         otherwise = [
@@ -128,7 +134,7 @@ class Changes:
                 if path in self._at_start:
                     if path not in marks or name not in self._begun.get(path, ()):
                         continue
-                    owner, own, _ = marks[path]
+                    owner, own = marks[path]
                     if not is_savable(own.get(name, (None, None))):
                         continue
                     if not is_equal(copied(fields(owner)[name]), self._begun[path][name]):
@@ -142,7 +148,7 @@ class Changes:
         """Copies of what may be found changed later; of what is large only if hooks may have made it."""
         weights = storages((*self._module.parameters(), *self._module.buffers()))
         left: dict[str, dict[str, Any]] = {}
-        for path, (owner, own, _) in marks.items():
+        for path, (owner, own) in marks.items():
             for name, mark in own.items():
                 value = fields(owner)[name]
                 is_new = not is_same(self._at_start[path].marks.get(name, NOTHING), mark)
@@ -150,15 +156,17 @@ class Changes:
                     left.setdefault(path, {})[name] = copied(value)
         return left
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is saved by owner and name; the names of what is not; and which tensors are on the model's device.
+    def state_dict(self, whole: bool = False) -> dict[str, Any]:
+        """What is saved by owner and name, the names of what is not, which tensors are on the model's device, and which
+        values are in other objects than at the start, which others still hold. `whole`: also of what says by itself
+        what is saved.
 
         Of a layer in which steps have made an object that cannot be saved nothing is, as a flag may say that it is
         there.
         """
         values: dict[str, dict[str, Any]] = {}
         lost, apart, on_device = [], set(), []
-        all_marks = self._marks()
+        all_marks = self._marks(whole)
         for path, _, name, value, mark in self._changed(all_marks):
             if not is_savable(mark):
                 lost.append(shown(path, name))
@@ -167,6 +175,11 @@ class Changes:
             if any(tensor.device.type != "cpu" for tensor in tensors_in(value)):
                 on_device.append(shown(path, name))
             values.setdefault(path, {})[name] = encoded(value)
+        if whole:  # also what is as at the start, where it may be otherwise in a run that is continued
+            for path, (owner, marks) in all_marks.items():
+                kept = {n for n, mark in marks.items() if is_savable(mark) and is_small(fields(owner)[n])}
+                if self._says(path):
+                    values[path] = {n: encoded(fields(owner)[n]) for n in kept} | values.get(path, {})
         lost += [shown(path, name) for path in apart for name in values.pop(path, ())]
         for path, name, value in self._giving_way(all_marks):  # where hooks of the start are still called
             values.setdefault(path, {})[name] = value
@@ -180,19 +193,26 @@ class Changes:
         }
         if not (values or lost or begun):
             return {}
-        state = {"values": values, "lost": [*dict.fromkeys(lost)], "on_device": on_device, "begun": begun}
         replaced = [
-            shown(path, name)
+            place
             for path, own in values.items()
             for name in own
-            if path in self._at_start and not self._at_start[path].has(name, fields(owners[path]).get(name))
+            if path in owners and (place := shown(path, name)) in self._first
+            if is_replaced(self._first[place], fields(owners[path]).get(name))
         ]
-        return state | {"replaced": replaced}
+        state = {"values": values, "lost": [*dict.fromkeys(lost)], "on_device": on_device, "begun": begun}
+        return state | {"replaced": replaced, "shared": shared(values, owners)}
 
-    def references(self, names: Iterable[str]) -> dict[str, Callable[[], Any]]:
-        """The objects that attributes of these names are now."""
-        now = {shown(path, name): each for path, own in self._marks().items() for name, each in own.objects.items()}
-        return {name: now[name] for name in names if name in now}
+    def held(self) -> dict[str, Reference]:
+        """The objects that attributes are, where that can be known later."""
+        return references(dict(self._owners()))
+
+    def since(self, held: Mapping[str, Reference]) -> tuple[list[str], list[str]]:
+        """The names of attributes that are the objects that were `held`; and of those that are others now, while
+        somebody still holds the former."""
+        now = {shown(path, name): v for path, owner in self._owners() if held for name, v in fields(owner).items()}
+        same = [place for place, each in held.items() if place in now and is_object(each, now[place])]
+        return same, [place for place, each in held.items() if place in now and is_replaced(each, now[place])]
 
     def _since_begun(self, path: str, marks: Mapping[str, _Marks]) -> dict[str, Any]:
         """The values that hooks of the start left in an owner and that have changed since."""
@@ -200,7 +220,7 @@ class Changes:
             return self._begun[path]
         if path not in marks:
             return {}
-        (owner, own, _), before = marks[path], self._begun_marks[path].marks
+        (owner, own), before = marks[path], self._begun_marks[path].marks
         return {
             name: value
             for name, value in self._begun[path].items()
@@ -208,10 +228,12 @@ class Changes:
             if not is_equal(copied(fields(owner)[name]), value)
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], device: Any, same: Collection[str] = ()) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], device: Any, same: Collection[str] = (), moved_on: Collection[str] = ()
+    ) -> None:
         """Take up the values of a run that is continued, but for what a hook has taken up already: in the objects that
-        are there, as others may hold them, but for those that the run had replaced. `same` are not replaced since
-        `as_seen`."""
+        are there, as others may hold them, but for those that the run had replaced while others held them. Those of
+        `same` were the objects that are there since `as_seen`, and those of `moved_on` were not."""
         owners = dict(self._owners())
         self._begun, self._resumed = state.get("begun", {}), {}
         for path, values in state.get("values", {}).items():
@@ -223,9 +245,14 @@ class Changes:
                 if owner is None or (path, name) in self._by_hook or not is_free(owner, name):
                     continue
                 place = shown(path, name)
-                take(owner, name, value, fresh=place in state.get("replaced", ()) and place not in same)
+                fresh = place in moved_on or (place in state.get("replaced", ()) and place not in same)
+                take(owner, name, value, fresh)
                 if path in self._at_start:  # it is saved again, whatever the module began with
                     self._at_start[path].marks.pop(name, None)
+        for (path, name), *others in state.get("shared", ()):
+            for there, other in others if path in owners else ():
+                if there in owners and (there, other) not in self._by_hook and is_free(owners[there], other):
+                    put(owners[there], other, fields(owners[path]).get(name))
         for path, values in self._begun.items():
             for name in values:
                 if path in owners and name in fields(owners[path]):
@@ -234,39 +261,58 @@ class Changes:
                         self._resumed.setdefault(path, {})[name] = copy.deepcopy(encoded(now))
 
     @contextmanager
-    def as_seen(self, state: Mapping[str, Any], later: Mapping[str, Any], device: Any) -> Iterator[list[str]]:
-        """While it lasts attributes have the values of `state`, and then those of before, but for objects that the run
-        had replaced by those of `later`; both are of `state_dict`. Data that is made meanwhile, a run that is continued
-        has. Yields the names of what nothing has a place for."""
-        before = self._marks()
+    def as_seen(
+        self,
+        seen: Mapping[str, Any],
+        later: Mapping[str, Any],
+        same: Collection[str],
+        moved_on: Collection[str],
+        device: Any,
+    ) -> Iterator[list[str]]:
+        """While it lasts attributes have the values of `seen`, a `state_dict`, and then those of before. Datasets,
+        loaders and samplers that are made meanwhile stay, and objects that `load_state_dict` will write to, or that
+        somebody may hold in whose places it will put others. Yields the names of what has no place."""
+        before, by_hook = self._marks(whole=True), {*self._by_hook}
         put_back = {
             (path, name): as_it_is(found.owner, name)
             for path, found in before.items()
             for name, mark in found.marks.items()
             if is_savable(mark)
         }
-        missing, seen = [], set[tuple[str, str]]()
-        for path, values in state.get("values", {}).items():
+        missing, changed = [], set[tuple[str, str]]()
+        for path, values in seen.get("values", {}).items():
             for name, value in values.items():
                 if path not in before or not is_free(before[path].owner, name):
-                    missing.append(shown(path, name))
+                    missing += [] if path.startswith("callbacks.") else [shown(path, name)]  # of one that is not given
                     continue
-                seen.add((path, name))
+                changed.add((path, name))
                 put_back.setdefault((path, name), as_it_is(before[path].owner, name))
-                value = moved(value, device) if shown(path, name) in state["on_device"] else value
-                fresh = shown(path, name) in state.get("replaced", ())
+                value = moved(value, device) if shown(path, name) in seen["on_device"] else value
+                fresh = shown(path, name) in seen.get("replaced", ())
                 take(before[path].owner, name, copy.deepcopy(value), fresh)
-        yield missing
-        for path, found in self._marks().items():
-            was = before[path].marks if path in before else {}
-            changed = {name for name, mark in found.marks.items() if not is_same(was.get(name, NOTHING), mark)}
-            own = fields(found.owner)
-            self._by_hook |= {(path, name) for name in changed if isinstance(own[name], Dataset | DataLoader | Sampler)}
-            seen |= {(path, name) for name in changed}
-        stays = {*later.get("replaced", ())}
-        for path, name in seen & put_back.keys():
-            if shown(path, name) not in stays:
-                put_back[path, name]()
+        within = self._marks(whole=True) if self._say else {}
+        try:
+            yield missing
+        finally:
+            for path, found in self._marks(whole=True).items():
+                was = before[path].marks if path in before else {}
+                if self._says(path) and path in within:  # what the run that was saved had of it was made there
+                    made = {
+                        n for n, mark in found.marks.items() if not is_same(within[path].marks.get(n, NOTHING), mark)
+                    }
+                    put_back = {key: each for key, each in put_back.items() if key[0] != path or key[1] not in made}
+                other = {name for name, mark in found.marks.items() if not is_same(was.get(name, NOTHING), mark)}
+                own = fields(found.owner)
+                self._by_hook |= {(path, name) for name in other if isinstance(own[name], _DATA_KINDS)}
+                changed |= {(path, name) for name in other}
+            values = later.get("values", {})
+            stays = {*later.get("replaced", ()), *same, *moved_on}
+            for path, name in changed & put_back.keys():
+                place = shown(path, name)
+                if (path, name) in by_hook or name not in values.get(path, ()):
+                    put_back[path, name](place in same and (path, name) not in by_hook)
+                elif place not in stays:
+                    put_back[path, name](False)
 
     def lost(self, state: Mapping[str, Any]) -> list[str]:
         """The names of what `state` does not hold and no hook has taken up."""
@@ -275,7 +321,7 @@ class Changes:
 
     def _changed(self, all_marks: Mapping[str, _Marks]) -> Iterator[tuple[str, Any, str, Any, Mark]]:
         weights = storages((*self._module.parameters(), *self._module.buffers()))
-        for path, (owner, marks, _) in all_marks.items():
+        for path, (owner, marks) in all_marks.items():
             if path not in self._at_start or self._at_start[path].owner is not owner:  # built by a hook
                 continue
             before = self._at_start[path].marks
@@ -298,32 +344,31 @@ class Changes:
                 paths.add(place)
                 yield place, found
 
-    def _marks(self) -> dict[str, _Marks]:
+    def _marks(self, whole: bool = False) -> dict[str, _Marks]:
         own = (vars(each).get(name) for each in self._of_run for name in ("state", "param_groups"))  # for wrappers
         known = {id(each) for each in (*self._of_run, *own)} - {id(None)}
-        found = {}
-        for path, owner in self._owners():
-            values = {
-                name: value
-                for name, value in fields(owner).items()
-                if name not in not_of_users(owner) and name.isidentifier() and not isinstance(value, nn.Module)
-                if (name != _HPARAMS or value) and not known.issuperset(map(id, parts(value)))
-                if not (path == _DATA and isinstance(value, np.ndarray) and not is_small(value))
-            }
-            marks = {name: mark_of(value, MOST_ITEMS) for name, value in values.items()}
-            found[path] = _Marks(owner, marks, {name: reference(value) for name, value in values.items()})
-        return found
+        return {
+            path: _Marks(
+                owner,
+                {
+                    name: mark_of(value, MOST_ITEMS)
+                    for name, value in fields(owner).items()
+                    if name not in not_of_users(owner) and name.isidentifier() and not isinstance(value, nn.Module)
+                    if (name != _HPARAMS or value) and not known.issuperset(map(id, parts(value)))
+                },
+            )
+            for path, owner in self._owners()
+            if whole or not self._says(path)
+        }
+
+    def _says(self, path: str) -> bool:
+        """Whether it is, or is held by, what says by itself what is saved."""
+        return any(path == each or path.startswith(f"{each}.") for each in self._say)
 
 
 class _Marks(NamedTuple):
     owner: Any
     marks: dict[str, Mark]
-    objects: dict[str, Callable[[], Any]]
-    """By name the values themselves."""
-
-    def has(self, name: str, value: Any) -> bool:
-        """Whether `value` is the object of that name, or one that nobody can change."""
-        return is_fixed(value) or (name in self.objects and self.objects[name]() is value)
 
 
 def alike(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -332,8 +377,11 @@ def alike(states: list[dict[str, Any]]) -> dict[str, Any]:
     values = _agreed([state.get("values", {}) for state in states], lost)
     begun = _agreed([state.get("begun", {}) for state in states], {*lost})
     on_device = [name for state in states for name in state.get("on_device", [])]
-    replaced = [name for state in states for name in state.get("replaced", [])]
-    return {"values": values, "lost": sorted(lost), "on_device": on_device, "begun": begun, "replaced": replaced}
+    replaced = [name for state in states for name in state.get("replaced", []) if name not in lost]
+    groups = states[0].get("shared", []) if states else []
+    groups = [kept for group in groups if len(kept := [each for each in group if shown(*each) not in lost]) > 1]
+    found = {"values": values, "lost": sorted(lost), "on_device": on_device, "begun": begun}
+    return found | {"replaced": replaced, "shared": groups}
 
 
 def _agreed(found: list[dict[str, dict[str, Any]]], lost: set[str]) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from io import IOBase
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Generic, Protocol
+from typing import Any, Generic, Protocol
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -19,9 +19,6 @@ from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.launch.failure import libraries
 from lockstep.strategies.modules.blocks import is_of_user
 from lockstep.trainer.kept.values import STATEFUL, fields, not_of_users
-
-if TYPE_CHECKING:
-    from lockstep.trainer.datamodule import DataModule
 
 _DEPTH, _MANY, _MOST = 3, 64, 1000
 """How deep objects within objects are searched, the most items of a list or dict that are, and the most objects."""
@@ -55,23 +52,21 @@ def layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, layer
 
 
-def has_no_state(callback: Callback) -> bool:
-    """Whether it says nothing of what is saved; a logger's buffers are of the run that has them."""
-    kind: Any = type(callback)
-    stateless = getattr(kind, "state_dict", None) is Callback.state_dict  # the class of a mock has no such name
-    return stateless and not issubclass(kind, Logger) and _is_of_users_code(kind)
+def is_of_program(owner: Any) -> bool:
+    """Whether a callback or DataModule is all of the user's code; a logger's buffers are of the run that has them."""
+    of_data = not isinstance(owner, Callback)
+    own = [cls for cls in type(owner).__mro__[:-1] if not (of_data and cls.__module__.startswith("lockstep."))]
+    return not isinstance(owner, Logger) and all(cls in _BARE or _is_of_program(cls) for cls in own)
 
 
-def saves_nothing(datamodule: DataModule) -> bool:
-    """Whether it is of a class of the user's that says nothing of what is saved."""
-    of_users = [cls for cls in type(datamodule).__mro__[:-1] if not cls.__module__.startswith("lockstep.")]
-    own = ("state_dict", "load_state_dict")
-    return all(cls in _BARE or (_is_of_program(cls) and not any(n in vars(cls) for n in own)) for cls in of_users)
+def has_no_state(owner: Any) -> bool:
+    """Whether a callback or DataModule that `is_of_program` says nothing of what is saved."""
+    saying = next(cls for cls in type(owner).__mro__ if "state_dict" in vars(cls))
+    return saying.__module__.startswith("lockstep.")
 
 
 def objects(owner: Any, path: str, seen: set[int], depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
     """Objects of the user's classes that an owner holds, by name; `seen` are the ids of those that were found."""
-    of_data = is_datamodule(type(owner))
     for name, value in fields(owner).items():
         if name in not_of_users(owner) or not name.isidentifier():
             continue
@@ -84,16 +79,12 @@ def objects(owner: Any, path: str, seen: set[int], depth: int = _DEPTH) -> Itera
             kind: Any = type(item)
             if id(item) in seen or len(seen) == _MOST or issubclass(kind, _OTHERS) or not _is_of_users_code(kind):
                 continue
-            if is_datamodule(kind) or (of_data and hasattr(kind, "__getitem__")):  # saved by itself, or a dataset
+            if any("train_dataloader" in vars(cls) for cls in kind.__mro__):  # a DataModule, which is saved by itself
                 continue
             seen.add(id(item))
             yield (here := shown(path, place)), item
             if depth > 1:
                 yield from objects(item, here, seen, depth - 1)
-
-
-def is_datamodule(kind: type) -> bool:
-    return any("train_dataloader" in vars(cls) for cls in kind.__mro__) and not issubclass(kind, nn.Module)
 
 
 @functools.cache

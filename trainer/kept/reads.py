@@ -46,8 +46,10 @@ class ReadsOf(TorchFunctionMode):
 @functools.cache
 def _facts() -> frozenset[Any]:
     """What tells of a tensor, and nothing of its values."""
-    properties = ("shape", "device", "dtype", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda", "is_meta")
-    methods = ("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_floating_point")
-    made = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "requires_grad_", "is_complex", "__len__")
-    getters = (getattr(Tensor, name).__get__ for name in (*properties, "nbytes", "itemsize"))
-    return frozenset({*getters, *(getattr(Tensor, name) for name in (*methods, *made))})
+    properties = "shape device dtype ndim layout requires_grad is_leaf is_cuda is_meta is_sparse is_quantized grad"
+    methods = "size dim ndimension numel nelement stride element_size is_floating_point is_complex is_contiguous"
+    others = "get_device is_shared type __len__ requires_grad_ new_empty new_zeros new_ones new_full"
+    functions = (torch.numel, torch.is_floating_point, torch.is_complex)
+    made = (torch.empty_like, torch.zeros_like, torch.ones_like)
+    getters = (getattr(Tensor, name).__get__ for name in f"{properties} nbytes itemsize".split())
+    return frozenset({*getters, *(getattr(Tensor, name) for name in f"{methods} {others}".split()), *functions, *made})

@@ -46,7 +46,7 @@ def take_data(owner: Any, attributes: dict[str, Any]) -> None:
             now.clear()
             now.extend(value) if isinstance(now, (list, deque)) else now.update(value)
         else:
-            _put(owner, name, value)
+            put(owner, name, value)
 
 
 def fields(owner: Any) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def slots(kind: Any) -> dict[str, MemberDescriptorType]:
     return {name: slot for own in of_bases for name, slot in own.items() if isinstance(slot, MemberDescriptorType)}
 
 
-def _put(owner: Any, name: str, value: Any) -> None:
+def put(owner: Any, name: str, value: Any) -> None:
     """Past whatever its class does as an attribute is set, as a frozen one does."""
     kind: Any = type(owner)
     if name in slots(kind):
@@ -98,7 +98,7 @@ def _is_data(value: Any) -> bool:
     )
 
 
-_SAVED = (type(None), bool, int, float, str)
+SAVED = (type(None), bool, int, float, str)
 _KEPT = (list, tuple, dict, deque, set, frozenset, Counter, OrderedDict, defaultdict)
 """Containers that are saved, of values that are."""
 STATEFUL = (Optimizer, LRScheduler, torch.amp.GradScaler)
@@ -118,7 +118,7 @@ def mark_of(value: Any, most: int, of_state: bool = False) -> Mark:
     """`most`: how many items a container has at most. `of_state`: it is in the state of an optimizer, on which there is
     no limit, and which knows by itself on which device each part is to be."""
     kind = type(value)
-    if kind in _SAVED:
+    if kind in SAVED:
         return (None if kind is int and value.bit_length() > _MOST_BITS else kind), value
     if isinstance(value, Tensor):
         if kind is not Tensor or not _is_plain(value) or (value.nbytes > _MOST_BYTES and not of_state):
@@ -171,7 +171,7 @@ def _fits(container: Any, marks: Iterable[Mark]) -> bool:
     alone = (np.generic, *generators(), *STATEFUL, *{*_KEPT} - {list, tuple, dict})
     if None in kinds or any(isinstance(kind, type) and issubclass(kind, alone) for kind in kinds):
         return False
-    if isinstance(container, dict) and any(type(key) not in _SAVED for key in container):
+    if isinstance(container, dict) and any(type(key) not in SAVED for key in container):
         return False
     if isinstance(container, set | frozenset) and any(isinstance(item, Tensor) for item in container):
         return False
@@ -252,14 +252,16 @@ def take(layer: Any, name: str, value: Any, fresh: bool = False) -> None:
     with `fresh` in another."""
     now: Any = fields(layer).get(name)
     if fresh and not issubclass(type(now), STATEFUL):
+        if isinstance(now, Tensor) and isinstance(value, Tensor) and now.is_leaf:
+            value = value.detach().requires_grad_(now.requires_grad)
         now = now.clone_state() if isinstance(now, torch.Generator) else None
-        _put(layer, name, now)
+        put(layer, name, now)
     if type(now) is Tensor and isinstance(value, Tensor) and _is_like(now, value):
         now.detach().copy_(value)
     elif isinstance(value, np.ndarray) and not value.shape:
-        _put(layer, name, value[()])
+        put(layer, name, value[()])
     elif isinstance(value, dict) and _GENERATOR in value:
-        _put(layer, name, generator_of(value[_GENERATOR], now))
+        put(layer, name, generator_of(value[_GENERATOR], now))
     elif isinstance(value, dict) and _STATE in value:
         if issubclass(type(now), STATEFUL):
             now.load_state_dict(copy.deepcopy(value[_STATE]))
@@ -274,29 +276,18 @@ def take(layer: Any, name: str, value: Any, fresh: bool = False) -> None:
         take_data(layer, {name: value})
 
 
-def is_fixed(value: Any) -> bool:
-    """Whether nobody can change the object itself."""
-    return isinstance(value, (*_SAVED, np.generic, tuple, frozenset))
-
-
-def reference(value: Any) -> Callable[[], Any]:
-    """What returns the object, or None once nothing else holds it, of the kinds that allow it."""
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return lambda: value
-
-
-def as_it_is(owner: Any, name: str) -> Callable[[], None]:
-    """What gives an attribute the object back that it is now, with the content that it has now."""
+def as_it_is(owner: Any, name: str) -> Callable[[bool], None]:
+    """What gives an attribute the content back that it has now: in the object that it is now, or if it is called with
+    True in that which it is then."""
     own = fields(owner)
     if name not in own:
-        return lambda: delattr(owner, name) if name in fields(owner) else None
+        return lambda _: delattr(owner, name) if name in fields(owner) else None
     now = own[name]
-    content = copied(now) if is_savable(mark_of(now, MOST_ITEMS)) else None
+    content = copy.deepcopy(encoded(now)) if is_savable(mark_of(now, MOST_ITEMS)) else None
 
-    def put_back() -> None:
-        _put(owner, name, now)
+    def put_back(stays: bool) -> None:
+        if not stays:
+            put(owner, name, now)
         if content is not None:
             take(owner, name, content)
 

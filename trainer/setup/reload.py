@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from lockstep.strategies.data.randomness import Randomness
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.trainer.kept.changes import alike
-from lockstep.trainer.kept.owners import has_no_state, saves_nothing
+from lockstep.trainer.kept.identity import Reference
 from lockstep.trainer.kept.reads import ReadsOf
 from lockstep.trainer.kept.values import copied, is_small
 from lockstep.trainer.module import Module
@@ -60,7 +59,7 @@ _SHOWN = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 @dataclass(frozen=True)
 class Seen:
-    """What loader methods see where they are called again, and what is noticed of them."""
+    """What loader methods see where they are called again, and what a run knows of them later."""
 
     made_for: int = 0
     """The epoch in which that was due."""
@@ -68,13 +67,13 @@ class Seen:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     """By name of the Trainer's attribute."""
     attributes: dict[str, Any] = field(default_factory=dict)
-    """As `Changes` saves them."""
-    states: dict[str, Any] = field(default_factory=dict)
-    """What a DataModule and callbacks of the user's say of themselves."""
+    """As `Changes` saves them, also of what says by itself what is saved."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
     """Those of up to 1 MiB."""
     same: list[str] = field(default_factory=list)
-    """The attributes that have been replaced before, and not since."""
+    """The attributes that are the objects that they were then."""
+    moved_on: list[str] = field(default_factory=list)
+    """Those that are others now, while somebody still holds the former objects."""
     lengths: list[int] = field(default_factory=list)
     """Of the data that is trained on."""
     weights: bool = False
@@ -98,8 +97,9 @@ class Reload:
             )
         self._run, self._module, self._sources = run, module, sources
         self._seen = self._now({}) if self._due() else Seen()
-        self._held: dict[str, Callable[[], Any]] = {}
-        """The attributes of which `Seen.same` tells."""
+        self._held: dict[str, Reference] = {}
+        """The attributes of which `Seen.same` says whether they are the same objects."""
+        self._is_old = False
 
     @classmethod
     def of(cls, run: RunState, module: Module, sources: Sources) -> Reload | None:
@@ -107,9 +107,8 @@ class Reload:
 
     def state_dict(self) -> dict[str, Any]:
         assert self._run.attributes is not None
-        now = self._run.attributes.references(self._held)
-        same = [name for name, held in self._held.items() if name in now and now[name]() is held()]
-        return asdict(replace(self._seen, same=same))
+        same, moved_on = self._run.attributes.since(self._held)
+        return asdict(replace(self._seen, same=same, moved_on=moved_on))
 
     def load_state_dicts(self, saved: list[dict[str, Any]], epoch: int) -> None:
         """Take up what this rank had saved, or all ranks of another number of them, in `epoch`; versions that saved
@@ -118,7 +117,7 @@ class Reload:
             own = alike([state["attributes"] for state in saved]) if len(saved) > 1 else saved[0]["attributes"]
             self._seen = Seen(**(saved[0] | {"attributes": own}))
         else:
-            self._seen = Seen(epoch - epoch % self._every)
+            self._seen, self._is_old = Seen(epoch - epoch % self._every), True
 
     @property
     def is_of_later_epoch(self) -> bool:
@@ -136,13 +135,12 @@ class Reload:
         if self._due() <= self._seen.made_for:
             return
         assert run.attributes is not None
-        state = run.attributes.state_dict()
-        seen, before = self._now(copied(state)), run.train_dataloader.plan
-        self._held = run.attributes.references(state.get("replaced", ()))
+        seen, before = self._now(copied(run.attributes.state_dict(whole=True))), run.train_dataloader.plan
         with self.drawing(), ReadsOf(self._module) as reads:
             source = combined(self._sources.get(self._module, "train"))
             made = train_loader(run, self._module, source, before)
             vars(loop).update(_with_validation(run, self._module, self._sources, source, made))
+        self._held = run.attributes.held()
         self._seen = replace(seen, weights=reads.found, lengths=made[0].lengths(seen.made_for))
 
     def make_again(self, later: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,12 +153,13 @@ class Reload:
             own = {key: torch.tensor(value, dtype=torch.float64) for key, value in shown.items()}
             getattr(run, name).update(own)
         device = run.strategy.topology.device
-        with self._as_seen(), run.attributes.as_seen(seen.attributes, later, device) as missing:
+        as_seen = run.attributes.as_seen(seen.attributes, later, seen.same, seen.moved_on, device)
+        with self._buffers_as_seen() as resized, as_seen as missing:
             made = make(run, self._module, self._sources)
-            self._held = run.attributes.references(seen.attributes.get("replaced", ()))
+            self._held = run.attributes.held()
         for name in _SHOWN:
             getattr(run, name).clear()
-        self._warn(made["train_loader"], missing)
+        self._warn(made["train_loader"], [*missing, *resized])
         return made
 
     def drawing(self) -> AbstractContextManager[None]:
@@ -170,8 +169,9 @@ class Reload:
         return Randomness(derive(self._run.seed, "loaders", due)) if due else nullcontext()
 
     @property
-    def same(self) -> list[str]:
-        return self._seen.same
+    def objects(self) -> tuple[list[str], list[str]]:
+        """`same` and `moved_on` of the run that is resumed."""
+        return self._seen.same, self._seen.moved_on
 
     def _due(self, after: int = 0) -> int:
         epoch = self._run.progress.current_epoch + after
@@ -180,19 +180,8 @@ class Reload:
     def _now(self, attributes: dict[str, Any]) -> Seen:
         run = self._run
         metrics = {name: {key: float(value) for key, value in getattr(run, name).items()} for name in _SHOWN}
-        states = {name: copy.deepcopy(each.state_dict()) for name, each in self._say_themselves().items()}
         buffers = {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
-        return Seen(self._due(), run.progress.global_step, metrics, attributes, states, buffers)
-
-    def _say_themselves(self) -> dict[str, Any]:
-        """A DataModule and callbacks of the user's that save a state of their own."""
-        found: dict[str, Any] = {
-            f"callbacks.{each.state_key}": each
-            for each in self._run.callbacks
-            if not has_no_state(each) and not type(each).__module__.startswith("lockstep.")
-        }
-        data = self._run.datamodule
-        return found if data is None or saves_nothing(data) else found | {"datamodule": data}
+        return Seen(self._due(), run.progress.global_step, metrics, attributes, buffers)
 
     def _buffers(self) -> dict[str, Tensor]:
         return {
@@ -202,22 +191,19 @@ class Reload:
         }
 
     @contextmanager
-    def _as_seen(self) -> Iterator[None]:
-        """While it lasts what says of itself, and buffers, are as loader methods saw them."""
-        seen, buffers, say = self._seen, self._buffers(), self._say_themselves()
-        states = {name: copy.deepcopy(say[name].state_dict()) for name in seen.states.keys() & say.keys()}
-        values = {name: buffers[name].detach().clone() for name in seen.buffers.keys() & buffers.keys()}
-        self._take(seen.states, seen.buffers)
-        yield
-        self._take(states, values)
-
-    def _take(self, states: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
-        say, buffers = self._say_themselves(), self._buffers()
-        for name in states.keys() & say.keys():
-            say[name].load_state_dict(copy.deepcopy(states[name]))
+    def _buffers_as_seen(self) -> Iterator[list[str]]:
+        """While it lasts buffers are as loader methods saw them. Yields the names of those that have no place."""
+        seen, now = self._seen.buffers, self._buffers()
+        alike = {name for name in seen.keys() & now.keys() if seen[name].shape == now[name].shape}
+        before = {name: now[name].detach().clone() for name in alike}
         with torch.no_grad():
-            for name in values.keys() & buffers.keys():
-                buffers[name].copy_(values[name])
+            for name in alike:
+                now[name].copy_(seen[name])
+            try:
+                yield sorted(seen.keys() - alike)
+            finally:
+                for name in alike:
+                    now[name].copy_(before[name])
 
     def _warn(self, loader: ShardedLoader, missing: list[str]) -> None:
         """Name what of the loaders may be other than in the run that was saved."""
@@ -226,6 +212,7 @@ class Reload:
         epoch = done["current_epoch"] + done["epoch_closed"]
         lengths = loader.lengths(seen.made_for)
         reasons = [
+            *(["its version kept nothing of what loader methods saw"] if self._is_old else []),
             *(["loader methods read weights as that epoch began, which are gone"] if seen.weights else []),
             *([f"nothing holds {', '.join(missing[:5])} yet, which they may read"] if missing else []),
             *([f"the data has {lengths} samples and had {seen.lengths}"] if seen.lengths not in ([], lengths) else []),

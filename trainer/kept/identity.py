@@ -1,0 +1,74 @@
+"""Which objects attributes are: known again later, without keeping them alive where Python can tell."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from lockstep.trainer.kept.owners import shown
+from lockstep.trainer.kept.values import MOST_ITEMS, SAVED, fields
+
+
+class _Held:
+    """A list or dict, of which there are no weak references."""
+
+    __slots__ = ("__weakref__", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+Reference = weakref.ref[Any] | _Held
+_held = weakref.WeakValueDictionary[int, _Held]()
+"""By id the one holder of an object, so that others who hold it can be counted."""
+
+
+def reference(value: Any) -> Reference | None:
+    """What knows an object again; None for one that nobody can change, or of which nobody can say later: a list or dict
+    of other things than numbers and words, which would keep them alive."""
+    if isinstance(value, (*SAVED, np.generic, tuple, frozenset)):
+        return None
+    if not isinstance(value, list | dict):
+        with suppress(TypeError):
+            return weakref.ref(value)
+        return None
+    items = value.values() if isinstance(value, dict) else value
+    if len(value) > MOST_ITEMS or not all(isinstance(item, SAVED) for item in items):
+        return None
+    found = _held.get(id(value))
+    if found is None:
+        found = _held[id(value)] = _Held(value)
+    return found
+
+
+def is_object(reference: Reference, value: Any) -> bool:
+    return (reference.value if isinstance(reference, _Held) else reference()) is value
+
+
+def is_replaced(reference: Reference, value: Any) -> bool:
+    """Whether `value` stands in the place of another object, which somebody else still holds."""
+    if isinstance(reference, _Held):
+        return reference.value is not value and sys.getrefcount(reference.value) > 2
+    first = reference()
+    return first is not None and first is not value
+
+
+def references(owners: Mapping[str, Any]) -> dict[str, Reference]:
+    found = {shown(path, n): reference(value) for path, owner in owners.items() for n, value in fields(owner).items()}
+    return {place: each for place, each in found.items() if each is not None}
+
+
+def shared(values: Mapping[str, Mapping[str, Any]], owners: Mapping[str, Any]) -> list[list[list[str]]]:
+    """The names, by owner, of values that are one and the same object."""
+    groups: dict[int, list[list[str]]] = {}
+    for path, own in values.items():
+        for name in own if path in owners else ():
+            value = fields(owners[path]).get(name)
+            if isinstance(value, list | dict) or reference(value) is not None:
+                groups.setdefault(id(value), []).append([path, name])
+    return [group for group in groups.values() if len(group) > 1]
