@@ -203,3 +203,41 @@ def _(pl: Any, folder: Path) -> Any:
 @differs("the class of errors about what user code gives", "MisconfigurationException", "TypeError")
 def _(pl: Any, folder: Path) -> Any:
     return seen(lambda: fit(pl, classifier(pl, configure_optimizers=lambda self: 1)()))
+
+
+@differs(
+    "`on_sanity_check_start` and `on_predict_model_train` of a module", [], ["predict_model_train", "sanity_check"]
+)
+def _(pl: Any, folder: Path) -> Any:
+    called = set[str]()
+    hooks: dict[str, Any] = {
+        "on_sanity_check_start": lambda self: called.add("sanity_check"),
+        "on_predict_model_train": lambda self: called.add("predict_model_train"),
+        "validation_step": lambda self, batch, batch_idx: None,
+        "predict_step": lambda self, batch, batch_idx: None,
+    }
+    module = classifier(pl, **hooks)()
+    trainer = fit(pl, module, val=loader(4), num_sanity_val_steps=1)
+    trainer.predict(module, loader(4))
+    return sorted(called)
+
+
+@differs("`load_state_dict` of an EarlyStopping with the state of Lightning's", True, "ValueError")
+def _(pl: Any, folder: Path) -> Any:
+    state = {"wait_count": 1, "stopped_epoch": 0, "best_score": torch.tensor(1.0), "patience": 3}
+    callback = part(pl, "callbacks").EarlyStopping("x")
+
+    def load() -> bool:
+        callback.load_state_dict(state)
+        return True
+
+    return seen(load)
+
+
+@differs("`trainer.ckpt_path` set between runs", True, "AttributeError")
+def _(pl: Any, folder: Path) -> Any:
+    def put() -> bool:
+        pl.Trainer(**QUIET).ckpt_path = "x.ckpt"
+        return True
+
+    return seen(put)
