@@ -42,7 +42,8 @@ def plain_params(params: Any) -> dict[str, Any]:
     """Return hyperparameters, a mapping or an argparse namespace, as `plain` data; one that cannot be converted costs a
     warning and is not logged."""
     found: dict[str, Any] = {}
-    for key, value in (params if isinstance(params, Mapping) else vars(params)).items():
+    items = params.items() if callable(getattr(params, "items", None)) else vars(params).items()
+    for key, value in items:
         try:
             found[str(key)] = plain(value)
         except Exception as error:  # of the value's own methods; or it contains itself

@@ -98,6 +98,11 @@ class _Word(type):
 
     word: str
 
+    def __init__(cls, name: str, bases: tuple[Any, ...], namespace: dict[str, Any]) -> None:
+        super().__init__(name, bases, namespace)
+        if bases:
+            raise TypeError(f"{bases[0].__name__} of lockstep.lightning is a word for Lockstep and has no subclasses")
+
     def __call__(cls, *args: Any, **options: Any) -> Any:
         if args or options:
             raise TypeError(f"{cls.__name__} of lockstep.lightning takes no options; it stands for {cls.word!r}")

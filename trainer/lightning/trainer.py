@@ -60,7 +60,7 @@ _ANY_CASE = ("auto", "ddp", "deepspeed", "fsdp", "single")
 
 class Trainer(_Trainer):
     """`lockstep.Trainer` with Lightning's arguments and defaults: 1,000 epochs if nothing limits a run, and runs in
-    `lightning_logs/version_N`, or checkpoints in `checkpoints` of the root if there is no logger.
+    `lightning_logs/version_N`.
 
     It takes Lockstep's own arguments too. None stands for a default, and `PL_TRAINER_MAX_EPOCHS` and the like in the
     environment for what is not given. Raises TypeError for an argument that is not offered, with what to write instead,
@@ -76,7 +76,6 @@ class Trainer(_Trainer):
             super().__init__(**_ours({name: value for name, value in given.items() if name not in zero}))
         except ValueError as error:
             raise MisconfigurationException(str(error)) from None
-        self._run.makes_folder = False
         zero = set() if self.fast_dev_run else zero
         self._trains_none = "limit_train_batches" in zero
         self._is_open = given.get("max_epochs") is None and not self.fast_dev_run
@@ -134,6 +133,9 @@ class Trainer(_Trainer):
         if self._run.active:
             raise RuntimeError(f"loggers of a Trainer cannot be set while it runs {self._run.stage}; set them before")
         self._run.callbacks = [*given, *(item for item in self._run.callbacks if not isinstance(item, Logger))]
+        self._run.log_dir = None  # the next run has a folder of its own
+        for logger in given:
+            logger.run_dir = None
 
     @property
     def logger(self) -> Logger | None:

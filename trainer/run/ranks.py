@@ -70,7 +70,7 @@ class _Attempts:
     def begins_from(self, number: int) -> str | None:
         """The checkpoint that an attempt resumes: the newest of this run, or what the first one began with."""
         run = self._run
-        if not number or run.checkpoint_callback is None:
+        if not number or not run.log_dir or run.checkpoint_callback is None:
             return self._first
         with suppress(WeightsOnlyError):
             of_others = self._of_others | self._skipped

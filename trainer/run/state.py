@@ -81,8 +81,6 @@ class RunState:
     log_dir: str | None = None
     config: str | None = None
     """The resolved configuration as YAML, if the run has one; loggers write it."""
-    makes_folder: bool = True
-    """Whether a run without a logger has a folder of its own; else its checkpoints lie below `default_root_dir`."""
     saving_seconds: float = 0.0
     """How long training has waited for checkpoints on this rank."""
     executed: Any = field(default_factory=lambda: [0])

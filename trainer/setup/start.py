@@ -125,8 +125,7 @@ def choose(run: RunState, ckpt_path: str | None, skipped: Container[Any] = ()) -
     """Rank 0: the run's folder and the checkpoint to open, or the error, as JSON data. `skipped` are checkpoints of
     which `store.skip` has warned."""
     try:
-        saves = run.stage == "fit" and run.checkpoint_callback is not None
-        writes = bool(run.loggers) or (saves and not _writes_below_root(run))
+        writes = bool(run.loggers) or (run.stage == "fit" and run.checkpoint_callback is not None)
         places = [place_of(run, logger) for logger in run.loggers]
         base, version = _base(run, places)
         checkpoint = None
@@ -197,17 +196,10 @@ def place_of(run: RunState, logger: Logger) -> tuple[Path, str | int | None]:
     return found
 
 
-def _writes_below_root(run: RunState) -> bool:
-    """Whether the run has no folder of its own, and nothing to write there but checkpoints."""
-    return not (run.loggers or run.makes_folder or run.config is not None)
-
-
 def _searched(run: RunState, base: Path) -> Path:
     """The folder in which the newest checkpoint is looked for."""
     callback = run.checkpoint_callback
-    if callback is not None and callback.dirpath:
-        return Path(callback.dirpath)
-    return Path(run.arguments.default_root_dir) / "checkpoints" if _writes_below_root(run) else base
+    return Path(callback.dirpath) if callback is not None and callback.dirpath else base
 
 
 def _newest(
@@ -218,8 +210,8 @@ def _newest(
     Raises WeightsOnlyError if there are only checkpoints of weights alone.
     """
     callback, search = run.checkpoint_callback, partial(store.newest, without=skipped, opens=partial(resumable, run))
-    if _writes_below_root(run) or (callback is not None and callback.dirpath):
-        found = search(_searched(run, base))
+    if callback is not None and callback.dirpath:
+        found = search(callback.dirpath)
         return None if found is None else (None if version is None else _version(version), str(found))
     candidates = (
         [base / _version(version)]

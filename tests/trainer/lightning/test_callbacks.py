@@ -76,6 +76,18 @@ def test_a_summary_of_ones_own(capfd: pytest.CaptureFixture[str], tmp_path: Path
     assert "Parameters:" in capfd.readouterr().out
 
 
+def test_a_summary_of_ones_own_needs_no_example_that_works(tmp_path: Path) -> None:
+    class Own(callbacks.ModelSummary):
+        @staticmethod
+        def summarize(*args: Any, **options: Any) -> None: ...
+
+    net = classifier(pl)()
+    net.example_input_array = torch.ones(2, 3)
+    with pytest.warns(UserWarning, match="has no sizes and no FLOPs, as its forward on example_input_array fails"):
+        trainer(enable_model_summary=True, default_root_dir=tmp_path, callbacks=Own()).fit(net, loader())
+    assert net.example_input_array is not None
+
+
 def test_a_theme_of_the_rich_bar_is_accepted() -> None:
     from lockstep.lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 

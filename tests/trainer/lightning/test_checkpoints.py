@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,17 +37,10 @@ def data(batches: int) -> DataLoader:
     return DataLoader(torch.ones(batches, 4))
 
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-
-
 def fit(folder: Path, saver: ModelCheckpoint | None, **arguments: Any) -> pl.Trainer:
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     callbacks = [] if saver is None else [saver]
-    trainer = pl.Trainer(**QUIET, **arguments, default_root_dir=folder, callbacks=callbacks)
+    trainer = pl.Trainer(**quiet, **arguments, default_root_dir=folder, callbacks=callbacks)
     trainer.fit(Net(), data(10), data(1))
     return trainer
 
@@ -80,37 +72,6 @@ OFTEN: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 0.3}
 def test_files(tmp_path: Path, options: Any, arguments: Any, expected: list[str]) -> None:
     fit(tmp_path / "run", ModelCheckpoint(dirpath=tmp_path / "saved", **options), **arguments)
     assert sorted(os.listdir(tmp_path / "saved")) == expected
-
-
-def test_without_a_logger_a_run_has_no_folder_of_its_own(tmp_path: Path) -> None:
-    trainer = fit(tmp_path, ModelCheckpoint(), max_epochs=1)
-    assert os.listdir(tmp_path) == ["checkpoints"] and trainer.log_dir == str(tmp_path)
-    assert os.listdir(tmp_path / "checkpoints") == ["epoch=0-step=10.ckpt"]
-    for word, epochs in (("last", 2), ("auto", 3)):
-        again = pl.Trainer(max_epochs=epochs, default_root_dir=tmp_path, **QUIET)
-        again.fit(Net(), data(10), ckpt_path=word)
-        assert again._run.begins_from == str(
-            tmp_path / "checkpoints" / f"epoch={epochs - 2}-step={10 * epochs - 10}.ckpt"
-        )
-    other = tmp_path / "other"
-    fit(other, ModelCheckpoint(tmp_path / "saved"), max_epochs=1)
-    assert not other.exists() and os.listdir(tmp_path / "saved") == ["epoch=0-step=10.ckpt"]
-
-
-@pytest.mark.ranks
-def test_a_restarted_run_without_a_logger_continues_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    class Killed(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            with open(tmp_path / "steps", "a") as file:
-                file.write(f"{batch_idx} ")
-            if batch_idx == 6 and (tmp_path / "steps").read_text().count("6") == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().training_step(batch, batch_idx)
-
-    saver = ModelCheckpoint(every_n_train_steps=5)
-    trainer = pl.Trainer(max_epochs=1, max_restarts=1, default_root_dir=tmp_path, callbacks=[saver], **QUIET)
-    trainer.fit(Killed(), data(10))
-    assert (tmp_path / "steps").read_text().split() == [*"0123456", *"56789"]
 
 
 def test_torch_saves_a_trainer_that_has_run(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_sigterm_raises_an_exception_that_can_be_caught(tmp_path: Path) -> None:
 
 
 def test_loggers_take_metrics_and_step_by_name_in_any_order() -> None:
-    seen: dict[str, list[tuple[Any, Any]]] = {"swapped": [], "by name": [], "others": []}
+    seen: dict[str, list[tuple[Any, Any]]] = {"swapped": [], "by name": [], "others": [], "more": [], "half": []}
 
     class Swapped(pl.loggers.Logger):
         def log_metrics(self, step: Any, metrics: Any) -> None:
@@ -106,8 +106,16 @@ def test_loggers_take_metrics_and_step_by_name_in_any_order() -> None:
         def log_metrics(self, values: Any, at: Any) -> None:
             seen["others"].append((sorted(values), at))
 
-    fit(pl, classifier(pl)(), logger=[Swapped(), ByName(), Others()])
-    assert seen["swapped"] == seen["by name"] == seen["others"]
+    class More(pl.loggers.Logger):
+        def log_metrics(self, values: Any = None, at: Any = None, **more: Any) -> None:
+            seen["more"].append((sorted(values), at))
+
+    class Half(pl.loggers.Logger):
+        def log_metrics(self, metrics: Any, at: Any = None, **more: Any) -> None:
+            seen["half"].append((sorted(metrics), at))
+
+    fit(pl, classifier(pl)(), logger=[Swapped(), ByName(), Others(), More(), Half()])
+    assert seen["swapped"] == seen["by name"] == seen["others"] == seen["more"] == seen["half"]
     assert seen["swapped"][0] == (["epoch", "train_loss_step"], 1)
 
 

@@ -315,6 +315,8 @@ def test_arguments_of_strategies() -> None:
     with pytest.raises(TypeError, match="chosen by CUDA_VISIBLE_DEVICES"):
         pl.strategies.SingleDeviceStrategy(device="cuda:1")
     assert (pl.accelerators.CPUAccelerator(), pl.profilers.PyTorchProfiler()) == ("cpu", "torch")
+    with pytest.raises(TypeError, match="SimpleProfiler of lockstep.lightning is a word for Lockstep"):
+        type("Own", (pl.profilers.SimpleProfiler,), {})
     with pytest.raises(TypeError, match="SimpleProfiler of lockstep.lightning takes no options"):
         pl.profilers.SimpleProfiler(dirpath="x")
 

@@ -61,6 +61,20 @@ def test_loggers_can_be_set_between_runs(tmp_path: Path) -> None:
         trainer.logger = "tensorboard"
 
 
+def test_another_logger_takes_a_folder_that_is_free(tmp_path: Path) -> None:
+    def trainer(root: Path) -> pl.Trainer:
+        options = QUIET | {"logger": CSVLogger(root), "enable_checkpointing": True, "log_every_n_steps": 1}
+        return pl.Trainer(**options, max_epochs=1)
+
+    trainer(tmp_path / "other").fit(classifier(pl)(), loader(8))
+    (saved,) = (tmp_path / "other").rglob("*.ckpt")
+    moved = trainer(tmp_path / "own")
+    moved.fit(classifier(pl)(), loader(8))
+    moved.logger, moved.max_epochs = CSVLogger(tmp_path / "other"), 2
+    moved.fit(classifier(pl)(), loader(8))
+    assert saved.exists() and str(moved.log_dir).endswith("version_1")
+
+
 def test_loggers_cannot_be_set_in_a_run() -> None:
     module = classifier(pl, on_train_start=lambda self: setattr(self.trainer, "logger", None))
     with pytest.raises(RuntimeError, match="cannot be set while it runs fit; set them before"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ class ModelSummary(callbacks.ModelSummary):
         if type(self).summarize is ModelSummary.summarize:
             super().on_fit_start(trainer, module)
         elif trainer.is_global_zero:
-            table = Summary(module, self.max_depth)
+            table = _summary(module, self.max_depth)
             modes = ["train" if layer.training else "eval" for _, layer in table.named_modules]
             all_modes = [layer.training for layer in module.modules()][1:]
             self.summarize(
@@ -60,6 +61,23 @@ class ModelSummary(callbacks.ModelSummary):
         **summarize_kwargs: Any,
     ) -> None:
         """Override to show the columns of the table and its sums, on rank 0."""
+
+
+def _summary(module: Module, max_depth: int) -> Summary:
+    """The table of a module, with what its forward on the example shows if that succeeds."""
+    try:
+        return Summary(module, max_depth)
+    except Exception as error:
+        warnings.warn(
+            f"the summary of {type(module).__name__} has no sizes and no FLOPs, as its forward on example_input_array "
+            f"fails ({type(error).__name__}: {error})",
+            stacklevel=2,
+        )
+    example, module.example_input_array = module.example_input_array, None
+    try:
+        return Summary(module, max_depth)
+    finally:
+        module.example_input_array = example
 
 
 class RichModelSummary(ModelSummary):
