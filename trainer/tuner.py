@@ -36,11 +36,13 @@ def prepare(run: RunState, module: Module, sources: Sources, ckpt_path: str | No
     """Run the finders among the callbacks, or give a run that will be resumed what they had found for it. Every process
     that called `fit` calls it, before ranks are launched."""
     finders = [each for each in run.callbacks if isinstance(each, BatchSizeFinder | LRFinder)]
-    checkpoint = start.found(run, ckpt_path) if finders else None
+    checkpoint = start.will_begin_with(run, module, ckpt_path) if finders else None
     if checkpoint is None:
-        search(run, module, sources)
+        if ckpt_path != "last":  # which is refused where there is none
+            search(run, module, sources)
         return
     for finder in finders:
+        finder.result = None
         with refused(checkpoint.path):
             saved = checkpoint.state.get("callbacks", {}).get(finder.state_key)
             if saved:

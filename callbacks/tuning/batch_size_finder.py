@@ -49,6 +49,11 @@ class BatchSizeFinder(Callback):
         self.mode, self.steps_per_trial, self.init_val = mode, steps_per_trial, init_val
         self.max_trials, self.batch_arg_name, self.margin = max_trials, batch_arg_name, margin
 
+    @property
+    def state_key(self) -> str:
+        of_other = "" if self.batch_arg_name == "batch_size" else f"[{self.batch_arg_name}]"
+        return super().state_key + of_other
+
     def state_dict(self) -> dict[str, Any]:
         return {} if self.result is None else {"found": self.result}
 

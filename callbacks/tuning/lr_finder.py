@@ -119,6 +119,10 @@ class LRFinder(Callback):
         self.early_stop_threshold = early_stop_threshold
         self.update_attr, self.attr_name, self.plot = update_attr, attr_name, plot
 
+    @property
+    def state_key(self) -> str:
+        return super().state_key + ("" if self.attr_name is None else f"[{self.attr_name}]")
+
     def state_dict(self) -> dict[str, Any]:
         return {} if self.result is None else asdict(self.result)
 

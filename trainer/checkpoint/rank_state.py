@@ -15,7 +15,7 @@ from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.strategies.devices import move
 from lockstep.strategies.modules.blocks import holds_states, join_states
 from lockstep.trainer.checkpoint.manifest import refused
-from lockstep.trainer.kept.changes import alike
+from lockstep.trainer.kept.agreed import alike
 from lockstep.trainer.metrics.entry import COMBINE
 from lockstep.trainer.seeding import derive, has, rng_state, seed_everything, set_rng_state
 from lockstep.trainer.setup import resume

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,6 +72,8 @@ class Changes:
         self._at_start = self._marks()
         self._first: dict[str, Reference] = {}
         """The objects that attributes were then."""
+        self._living: set[int] = set()
+        """The ids of the references of which somebody has been found to hold the objects."""
         self._had: dict[str, set[str]] = {}
         """By owner the attributes that every run has as its first step begins."""
         self._by_hook: set[tuple[str, str]] = set()
@@ -193,13 +196,10 @@ class Changes:
         }
         if not (values or lost or begun):
             return {}
-        replaced = [
-            place
-            for path, own in values.items()
-            for name in own
-            if path in owners and (place := shown(path, name)) in self._first
-            if is_replaced(self._first[place], fields(owners[path]).get(name))
-        ]
+        now = {
+            shown(path, n): fields(owners[path]).get(n) for path, own in values.items() if path in owners for n in own
+        }
+        replaced = self._replaced(self._first, now)
         state = {"values": values, "lost": [*dict.fromkeys(lost)], "on_device": on_device, "begun": begun}
         return state | {"replaced": replaced, "shared": shared(values, owners)}
 
@@ -212,7 +212,16 @@ class Changes:
         somebody still holds the former."""
         now = {shown(path, name): v for path, owner in self._owners() if held for name, v in fields(owner).items()}
         same = [place for place, each in held.items() if place in now and is_object(each, now[place])]
-        return same, [place for place, each in held.items() if place in now and is_replaced(each, now[place])]
+        return same, self._replaced(held, now)
+
+    def _replaced(self, former: Mapping[str, Reference], now: Mapping[str, Any]) -> list[str]:
+        """The names of those that are others now than the `former`, which somebody still holds."""
+        places = [place for place in former.keys() & now.keys() if is_replaced(former[place], now[place])]
+        if not self._living.issuperset(map(id, map(former.__getitem__, places))):
+            gc.collect()  # once for each, as what is no longer in use may still hold it
+            places = [place for place in places if is_replaced(former[place], now[place])]
+            self._living |= {*map(id, map(former.__getitem__, places))}
+        return sorted(places)
 
     def _since_begun(self, path: str, marks: Mapping[str, _Marks]) -> dict[str, Any]:
         """The values that hooks of the start left in an owner and that have changed since."""
@@ -369,25 +378,3 @@ class Changes:
 class _Marks(NamedTuple):
     owner: Any
     marks: dict[str, Mark]
-
-
-def alike(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the states of several ranks what those that have it agree on; what they do not is lost."""
-    lost = {name for state in states for name in state.get("lost", [])}
-    values = _agreed([state.get("values", {}) for state in states], lost)
-    begun = _agreed([state.get("begun", {}) for state in states], {*lost})
-    on_device = [name for state in states for name in state.get("on_device", [])]
-    replaced = [name for state in states for name in state.get("replaced", []) if name not in lost]
-    groups = states[0].get("shared", []) if states else []
-    groups = [kept for group in groups if len(kept := [each for each in group if shown(*each) not in lost]) > 1]
-    found = {"values": values, "lost": sorted(lost), "on_device": on_device, "begun": begun}
-    return found | {"replaced": replaced, "shared": groups}
-
-
-def _agreed(found: list[dict[str, dict[str, Any]]], lost: set[str]) -> dict[str, dict[str, Any]]:
-    """What is not `lost`, to which those are added that differ."""
-    values: dict[str, dict[str, Any]] = {}
-    for path, name, value in ((path, *item) for each in found for path, own in each.items() for item in own.items()):
-        if not is_equal(values.setdefault(path, {}).setdefault(name, value), value):
-            lost.add(shown(path, name))
-    return {path: {name: v for name, v in own.items() if shown(path, name) not in lost} for path, own in values.items()}

@@ -23,23 +23,23 @@ class _Held:
         self.value = value
 
 
-Reference = weakref.ref[Any] | _Held
+Reference = weakref.ref[Any] | _Held | int
 _held = weakref.WeakValueDictionary[int, _Held]()
 """By id the one holder of an object, so that others who hold it can be counted."""
 
 
 def reference(value: Any) -> Reference | None:
-    """What knows an object again; None for one that nobody can change, or of which nobody can say later: a list or dict
-    of other things than numbers and words, which would keep them alive."""
+    """What knows an object again, for a large list or dict, or one of other things than numbers and words, its id; None
+    for an object that nobody can change."""
     if isinstance(value, (*SAVED, np.generic, tuple, frozenset)):
         return None
-    if not isinstance(value, list | dict):
+    if type(value) not in (list, dict):
         with suppress(TypeError):
             return weakref.ref(value)
-        return None
-    items = value.values() if isinstance(value, dict) else value
+        return id(value)
+    items = value.values() if type(value) is dict else value
     if len(value) > MOST_ITEMS or not all(isinstance(item, SAVED) for item in items):
-        return None
+        return id(value)
     found = _held.get(id(value))
     if found is None:
         found = _held[id(value)] = _Held(value)
@@ -47,11 +47,15 @@ def reference(value: Any) -> Reference | None:
 
 
 def is_object(reference: Reference, value: Any) -> bool:
+    if isinstance(reference, int):
+        return reference == id(value)
     return (reference.value if isinstance(reference, _Held) else reference()) is value
 
 
 def is_replaced(reference: Reference, value: Any) -> bool:
-    """Whether `value` stands in the place of another object, which somebody else still holds."""
+    """Whether `value` is another object, while somebody still holds the former, or that is not known."""
+    if isinstance(reference, int):
+        return reference != id(value)
     if isinstance(reference, _Held):
         return reference.value is not value and sys.getrefcount(reference.value) > 2
     first = reference()
@@ -69,6 +73,6 @@ def shared(values: Mapping[str, Mapping[str, Any]], owners: Mapping[str, Any]) -
     for path, own in values.items():
         for name in own if path in owners else ():
             value = fields(owners[path]).get(name)
-            if isinstance(value, list | dict) or reference(value) is not None:
+            if reference(value) is not None:
                 groups.setdefault(id(value), []).append([path, name])
     return [group for group in groups.values() if len(group) > 1]

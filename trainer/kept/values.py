@@ -251,8 +251,8 @@ def take(layer: Any, name: str, value: Any, fresh: bool = False) -> None:
     """Give an attribute a value of `encoded`: in the object that is there, as whoever else holds it sees that too, or
     with `fresh` in another."""
     now: Any = fields(layer).get(name)
-    if fresh and not issubclass(type(now), STATEFUL):
-        if isinstance(now, Tensor) and isinstance(value, Tensor) and now.is_leaf:
+    if fresh and not (issubclass(type(now), STATEFUL) or (isinstance(value, dict) and _STATE in value)):
+        if isinstance(now, Tensor) and isinstance(value, Tensor) and now.is_leaf and value.is_floating_point():
             value = value.detach().requires_grad_(now.requires_grad)
         now = now.clone_state() if isinstance(now, torch.Generator) else None
         put(layer, name, now)

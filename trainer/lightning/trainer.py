@@ -126,16 +126,14 @@ class Trainer(_Trainer):
 
     @loggers.setter
     def loggers(self, loggers: list[Logger] | None) -> None:
-        given = list(loggers or [])
-        wrong = next((item for item in given if not isinstance(item, Logger)), None)
-        if wrong is not None:
-            raise TypeError(f"a logger of a Trainer must be a Logger, but one is {wrong!r}")
         if self._run.active:
             raise RuntimeError(f"loggers of a Trainer cannot be set while it runs {self._run.stage}; set them before")
-        self._run.callbacks = [*given, *(item for item in self._run.callbacks if not isinstance(item, Logger))]
-        self._run.log_dir = None  # the next run has a folder of its own
-        for logger in given:
+        for logger in loggers or ():
+            if not isinstance(logger, Logger):
+                raise TypeError(f"a logger of a Trainer must be a Logger, but one is {logger!r}")
             logger.run_dir = None
+        self._run.log_dir = None  # the next run has a folder of its own
+        self._run.callbacks = [*(loggers or ()), *(c for c in self._run.callbacks if not isinstance(c, Logger))]
 
     @property
     def logger(self) -> Logger | None:

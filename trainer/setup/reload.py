@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lockstep.strategies.data.randomness import Randomness
 from lockstep.strategies.data.sharded_loader import ShardedLoader
-from lockstep.trainer.kept.changes import alike
+from lockstep.trainer.kept.agreed import alike
 from lockstep.trainer.kept.identity import Reference
+from lockstep.trainer.kept.owners import has_no_state, is_of_program
 from lockstep.trainer.kept.reads import ReadsOf
 from lockstep.trainer.kept.values import copied, is_small
 from lockstep.trainer.module import Module
@@ -205,6 +206,11 @@ class Reload:
                 for name in alike:
                     now[name].copy_(before[name])
 
+    def _has_foreign_data(self) -> bool:
+        """Whether the DataModule saves a state of its own, and its attributes are not read."""
+        data = self._run.datamodule
+        return data is not None and not (is_of_program(data) or has_no_state(data))
+
     def _warn(self, loader: ShardedLoader, missing: list[str]) -> None:
         """Name what of the loaders may be other than in the run that was saved."""
         assert self._run.resumed is not None
@@ -213,6 +219,7 @@ class Reload:
         lengths = loader.lengths(seen.made_for)
         reasons = [
             *(["its version kept nothing of what loader methods saw"] if self._is_old else []),
+            *(["its DataModule, of a package, has the state of the save"] if self._has_foreign_data() else []),
             *(["loader methods read weights as that epoch began, which are gone"] if seen.weights else []),
             *([f"nothing holds {', '.join(missing[:5])} yet, which they may read"] if missing else []),
             *([f"the data has {lengths} samples and had {seen.lengths}"] if seen.lengths not in ([], lengths) else []),

@@ -100,15 +100,16 @@ def resumable(run: RunState, path: str | Path) -> Checkpoint:
     return opened
 
 
-def found(run: RunState, ckpt_path: str | None) -> Checkpoint | None:
-    """The checkpoint with which a fit will begin, before its folder is chosen: all of it is checked but the bytes of
-    tensors. Raises CheckpointError."""
+def will_begin_with(run: RunState, module: Module, ckpt_path: str | None) -> Checkpoint | None:
+    """The checkpoint with which a fit of `module` will begin, before the run is that fit: all of it is checked but the
+    bytes of tensors. Raises CheckpointError."""
     if searches(ckpt_path):
-        stage, run.stage = run.stage, "fit"
+        before = run.stage, run.module
+        run.stage, run.module = "fit", module
         try:
             newest = _newest(run, *_base(run, [place_of(run, logger) for logger in run.loggers[:1]]), ())
         finally:
-            run.stage = stage
+            run.stage, run.module = before
         ckpt_path = None if newest is None else newest[1]
     elif ckpt_path == "best":
         ckpt_path = getattr(run.checkpoint_callback, "best_model_path", None)

@@ -126,7 +126,9 @@ class Finished(DataModule):
 
 @pytest.mark.parametrize("of_module", [True, False])
 @pytest.mark.parametrize("ckpt_path", ["path", "auto"])
-def test_a_resumed_run_has_the_size_that_was_found(ckpt_path: str, of_module: bool, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_size_that_was_found(
+    ckpt_path: str, of_module: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def run(folder: Path, steps: int | None, ckpt_path: Any = None) -> Limited:
         torch.manual_seed(0)
         module, callbacks = Limited(), [BatchSizeFinder(), ModelCheckpoint(every_n_train_steps=5, filename="{step}")]
@@ -139,8 +141,9 @@ def test_a_resumed_run_has_the_size_that_was_found(ckpt_path: str, of_module: bo
     whole = run(tmp_path / "whole", None, "auto")  # of which there is none, so it searches
     run(tmp_path / "killed", 5)
     (path,) = (tmp_path / "killed").rglob("step=5")
+    caplog.clear()
     resumed = run(tmp_path / "killed", None, "auto" if ckpt_path == "auto" else path)
-    assert equal(weights(resumed), weights(whole))
+    assert equal(weights(resumed), weights(whole)) and "BatchSizeFinder: batch_size" not in caplog.text
 
 
 def test_a_checkpoint_that_does_not_hold_the_size_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -126,6 +126,33 @@ class Replaces(Net):
         self.chosen = [(i + 5) % 64 for i in self.chosen]
 
 
+class Ranks(Own):
+    """Keeps the pairs that it had first beside the best ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.best = self.first = [(0, 1.0), (1, 2.0)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + 0.1 * self.first[0][1] + 0.1 * self.best[0][1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.best = [(i + 1, value * 0.5) for i, value in self.best]
+
+
+class Lazy(dict[str, int]):
+    """A dict whose values are not to be asked for."""
+
+    def values(self) -> Any:
+        raise RuntimeError
+
+
+class HasLazy(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = Lazy(a=1)
+
+
 class Remakes(Net):
     """The loader method makes the list to which hooks add."""
 
@@ -215,7 +242,9 @@ def fit(
 
 
 CASES: list[tuple[type[Module], type[Callback] | None]] = [(Sees, Gives), (Counts, Extends)]
-CASES += [(kind, None) for kind in (Perturbs, Steps, Weighs, SharesGenerator, Replaces, Remakes, Grows, Loads)]
+CASES += [
+    (kind, None) for kind in (Perturbs, Steps, Weighs, SharesGenerator, Replaces, Ranks, HasLazy, Remakes, Grows, Loads)
+]
 
 
 @pytest.mark.parametrize("every", [0, 1])
