@@ -18,7 +18,8 @@ def alike(states: list[dict[str, Any]]) -> dict[str, Any]:
     groups = states[0].get("shared", []) if states else []
     groups = [kept for group in groups if len(kept := [each for each in group if shown(*each) not in lost]) > 1]
     found = {"values": values, "lost": sorted(lost), "on_device": on_device, "begun": begun}
-    return found | {"replaced": replaced, "shared": groups}
+    left = [name for state in states for name in state.get("left", []) if name not in lost]
+    return found | {"replaced": replaced, "left": left, "shared": groups}
 
 
 def _agreed(found: list[dict[str, dict[str, Any]]], lost: set[str]) -> dict[str, dict[str, Any]]:

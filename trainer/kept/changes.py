@@ -74,6 +74,10 @@ class Changes:
         """The objects that attributes were then."""
         self._living: set[int] = set()
         """The ids of the references of which somebody has been found to hold the objects."""
+        self._after_hooks: dict[str, Reference] = {}
+        """The objects that attributes were as hooks of the start had been called."""
+        self._since: Mapping[str, Any] = {}
+        """What the run that is resumed has of objects: a `state_dict`."""
         self._had: dict[str, set[str]] = {}
         """By owner the attributes that every run has as its first step begins."""
         self._by_hook: set[tuple[str, str]] = set()
@@ -124,9 +128,11 @@ class Changes:
             for name in values.keys() & resumed.get(path, {}).keys() & self._begun.get(path, {}).keys()
             if (path, name) not in given and not is_equal(self._begun[path][name], on_host(resumed[path][name]))
         ]
+        self._after_hooks = references(owners)
         for path, name, value in giving_way:
             if path in owners:
-                take(owners[path], name, value)
+                take(owners[path], name, value, fresh=shown(path, name) in self._since.get("left", ()))
+        self._join(owners, given)
         return sorted(otherwise)
 
     def _giving_way(self, marks: Mapping[str, _Marks]) -> Iterator[tuple[str, str, Any]]:
@@ -201,7 +207,8 @@ class Changes:
         }
         replaced = self._replaced(self._first, now)
         state = {"values": values, "lost": [*dict.fromkeys(lost)], "on_device": on_device, "begun": begun}
-        return state | {"replaced": replaced, "shared": shared(values, owners)}
+        left = self._replaced(self._after_hooks, now)
+        return state | {"replaced": replaced, "left": left, "shared": shared(values, owners)}
 
     def held(self) -> dict[str, Reference]:
         """The objects that attributes are, where that can be known later."""
@@ -244,7 +251,7 @@ class Changes:
         are there, as others may hold them, but for those that the run had replaced while others held them. Those of
         `same` were the objects that are there since `as_seen`, and those of `moved_on` were not."""
         owners = dict(self._owners())
-        self._begun, self._resumed = state.get("begun", {}), {}
+        self._begun, self._resumed, self._since = state.get("begun", {}), {}, state
         for path, values in state.get("values", {}).items():
             for name, value in values.items():
                 value = moved(value, device) if shown(path, name) in state["on_device"] else value
@@ -258,16 +265,21 @@ class Changes:
                 take(owner, name, value, fresh)
                 if path in self._at_start:  # it is saved again, whatever the module began with
                     self._at_start[path].marks.pop(name, None)
-        for (path, name), *others in state.get("shared", ()):
-            for there, other in others if path in owners else ():
-                if there in owners and (there, other) not in self._by_hook and is_free(owners[there], other):
-                    put(owners[there], other, fields(owners[path]).get(name))
+        self._join(owners)
         for path, values in self._begun.items():
             for name in values:
                 if path in owners and name in fields(owners[path]):
                     is_taken = (path, name) in self._by_hook or name not in self._resumed.get(path, ())
                     if is_taken and is_savable(mark_of(now := fields(owners[path])[name], MOST_ITEMS)):
                         self._resumed.setdefault(path, {})[name] = copy.deepcopy(encoded(now))
+
+    def _join(self, owners: Mapping[str, Any], of: Collection[tuple[str, str]] | None = None) -> None:
+        """Make one of what was one object in the run that is resumed, or of what was one with some `of` those."""
+        groups = [[(path, name) for path, name in group] for group in self._since.get("shared", ())]
+        for (path, name), *others in [group for group in groups if of is None or not set(group).isdisjoint(of)]:
+            for there, other in others if path in owners else ():
+                if there in owners and (there, other) not in self._by_hook and is_free(owners[there], other):
+                    put(owners[there], other, fields(owners[path]).get(name))
 
     @contextmanager
     def as_seen(

@@ -140,6 +140,27 @@ class Ranks(Own):
         self.best = [(i + 1, value * 0.5) for i, value in self.best]
 
 
+class Pools(Own):
+    """A hook of the start makes a list, which a callback holds and steps replace."""
+
+    pool: Any = None
+
+    def on_fit_start(self) -> None:
+        self.pool = [1.0]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.pool = [value + 1 for value in self.pool]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        callback: Any = self.trainer.callbacks[0]
+        return super().training_step(batch, batch_idx) * (1 + 0.1 * self.pool[0] + 0.1 * callback.pool[0])
+
+
+class HoldsThePool(Callback):
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        self.pool = module.pool
+
+
 class Lazy(dict[str, int]):
     """A dict whose values are not to be asked for."""
 
@@ -241,7 +262,7 @@ def fit(
     return module
 
 
-CASES: list[tuple[type[Module], type[Callback] | None]] = [(Sees, Gives), (Counts, Extends)]
+CASES: list[tuple[type[Module], type[Callback] | None]] = [(Sees, Gives), (Counts, Extends), (Pools, HoldsThePool)]
 CASES += [
     (kind, None) for kind in (Perturbs, Steps, Weighs, SharesGenerator, Replaces, Ranks, HasLazy, Remakes, Grows, Loads)
 ]
