@@ -241,3 +241,37 @@ def _(pl: Any, folder: Path) -> Any:
         return True
 
     return seen(put)
+
+
+@differs("`log_every_n_steps` with `barebones=True`", 0, 50)
+def _(pl: Any, folder: Path) -> Any:
+    return pl.Trainer(barebones=True, accelerator="cpu", devices=1, max_epochs=1).log_every_n_steps
+
+
+@differs(
+    "methods that Lightning's callbacks and LightningCLI call on themselves (`lr_find`, `scale_batch_size`, "
+    "`get_accumulate_grad_batches`, `instantiate_trainer`)",
+    [True] * 4,
+    [False] * 4,
+)
+def _(pl: Any, folder: Path) -> Any:
+    callbacks = part(pl, "callbacks")
+    named = {
+        "lr_find": callbacks.LearningRateFinder,
+        "scale_batch_size": callbacks.BatchSizeFinder,
+        "get_accumulate_grad_batches": callbacks.GradientAccumulationScheduler,
+        "instantiate_trainer": part(pl, "cli").LightningCLI,
+    }
+    return [hasattr(kind, name) for name, kind in named.items()]
+
+
+@differs("what `print(self.optimizers())` shows", True, False)
+def _(pl: Any, folder: Path) -> Any:
+    shown: list[str] = []
+    fit(pl, classifier(pl, on_train_start=lambda self: shown.append(repr(self.optimizers())))())
+    return "lr:" in shown[0]
+
+
+@differs("`fit_loop.epoch_progress.current.processed`", 1, "AttributeError")
+def _(pl: Any, folder: Path) -> Any:
+    return seen(lambda: fit(pl, classifier(pl)()).fit_loop.epoch_progress.current.processed)
