@@ -167,8 +167,8 @@ class Changes:
 
     def state_dict(self, whole: bool = False) -> dict[str, Any]:
         """What is saved by owner and name, the names of what is not, which tensors are on the model's device, and which
-        values are in other objects than at the start, which others still hold. `whole`: also of what says by itself
-        what is saved.
+        values are in other objects than at the start while somebody still holds the former. `whole`: also of what says
+        by itself what is saved.
 
         Of a layer in which steps have made an object that cannot be saved nothing is, as a flag may say that it is
         there.
@@ -184,11 +184,10 @@ class Changes:
             if any(tensor.device.type != "cpu" for tensor in tensors_in(value)):
                 on_device.append(shown(path, name))
             values.setdefault(path, {})[name] = encoded(value)
-        if whole:  # also what is as at the start, where it may be otherwise in a run that is continued
-            for path, (owner, marks) in all_marks.items():
+        for path, (owner, marks) in all_marks.items():
+            if self._says(path):  # also what is as at the start, where it may be otherwise in a run that is continued
                 kept = {n for n, mark in marks.items() if is_savable(mark) and is_small(fields(owner)[n])}
-                if self._says(path):
-                    values[path] = {n: encoded(fields(owner)[n]) for n in kept} | values.get(path, {})
+                values[path] = {n: encoded(fields(owner)[n]) for n in kept} | values.get(path, {})
         lost += [shown(path, name) for path in apart for name in values.pop(path, ())]
         for path, name, value in self._giving_way(all_marks):  # where hooks of the start are still called
             values.setdefault(path, {})[name] = value
@@ -225,7 +224,7 @@ class Changes:
         """The names of those that are others now than the `former`, which somebody still holds."""
         places = [place for place in former.keys() & now.keys() if is_replaced(former[place], now[place])]
         if not self._living.issuperset(map(id, map(former.__getitem__, places))):
-            gc.collect()  # once for each, as what is no longer in use may still hold it
+            gc.collect()  # once for each: garbage may still hold it
             places = [place for place in places if is_replaced(former[place], now[place])]
             self._living |= {*map(id, map(former.__getitem__, places))}
         return sorted(places)

@@ -15,7 +15,7 @@ from lockstep.trainer.kept.values import MOST_ITEMS, SAVED, fields
 
 
 class _Held:
-    """A list or dict, of which there are no weak references."""
+    """Holds a list or dict, to which Python has no weak references."""
 
     __slots__ = ("__weakref__", "value")
 
@@ -29,15 +29,15 @@ _held = weakref.WeakValueDictionary[int, _Held]()
 
 
 def reference(value: Any) -> Reference | None:
-    """What knows an object again, for a large list or dict, or one of other things than numbers and words, its id; None
-    for an object that nobody can change."""
+    """What identifies an object later: its id if it is a large list or dict, or one of other things than numbers and
+    words; None if nobody can change it."""
     if isinstance(value, (*SAVED, np.generic, tuple, frozenset)):
         return None
     if type(value) not in (list, dict):
         with suppress(TypeError):
             return weakref.ref(value)
         return id(value)
-    items = value.values() if type(value) is dict else value
+    items = [*value.values()] if type(value) is dict else value  # at once, as another thread may change it
     if len(value) > MOST_ITEMS or not all(isinstance(item, SAVED) for item in items):
         return id(value)
     found = _held.get(id(value))

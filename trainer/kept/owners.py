@@ -60,9 +60,9 @@ def is_of_program(owner: Any) -> bool:
 
 
 def has_no_state(owner: Any) -> bool:
-    """Whether a callback or DataModule that `is_of_program` says nothing of what is saved."""
-    saying = next(cls for cls in type(owner).__mro__ if "state_dict" in vars(cls))
-    return saying.__module__.startswith("lockstep.")
+    """Whether a callback or DataModule has no `state_dict` of its own."""
+    saying = next((cls for cls in type(owner).__mro__ if "state_dict" in vars(cls)), None)
+    return saying is None or saying.__module__.startswith("lockstep.")
 
 
 def objects(owner: Any, path: str, seen: set[int], depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:

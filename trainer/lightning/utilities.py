@@ -258,8 +258,8 @@ def save_hparams_to_yaml(config_yaml: str | os.PathLike[str], hparams: Any, use_
 
 
 def load_hparams_from_yaml(config_yaml: str | os.PathLike[str], use_omegaconf: bool = True) -> Any:
-    """What a YAML file holds: a config of omegaconf, or a dict of plain data without `use_omegaconf`. Nothing, with a
-    RuntimeWarning, if there is no such file."""
+    """What a YAML file holds: a config of omegaconf, or a dict of plain data without `use_omegaconf`; an empty one,
+    with a RuntimeWarning, if the file does not exist."""
     from omegaconf import OmegaConf
 
     if not _gives_hparams(config_yaml):
@@ -276,8 +276,8 @@ def save_hparams_to_tags_csv(tags_csv: str | os.PathLike[str], hparams: Any) -> 
 
 
 def load_hparams_from_tags_csv(tags_csv: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a table of keys and values holds: values that are written as Python writes them, others as text. Nothing,
-    with a RuntimeWarning, if there is no such file."""
+    """What a table of keys and values holds: values that are written as Python writes them, others as text; an
+    empty dict, with a RuntimeWarning, if the file does not exist."""
     if not _gives_hparams(tags_csv):
         return {}
     with open(tags_csv, newline="") as file:

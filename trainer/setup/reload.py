@@ -89,7 +89,7 @@ class Reload:
     """
 
     def __init__(self, run: RunState, module: Module, sources: Sources) -> None:
-        """Raises ValueError if there is no method to call again."""
+        """Raises ValueError if `fit` was given both loaders, so that no method makes any."""
         self._every = run.arguments.reload_dataloaders_every_n_epochs
         if sources.loaders.get("train") is not None and sources.loaders.get("val") is not None:
             raise ValueError(

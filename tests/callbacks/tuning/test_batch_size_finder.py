@@ -131,11 +131,12 @@ def test_a_resumed_run_has_the_size_that_was_found(
 ) -> None:
     def run(folder: Path, steps: int | None, ckpt_path: Any = None) -> Limited:
         torch.manual_seed(0)
-        module, callbacks = Limited(), [BatchSizeFinder(), ModelCheckpoint(every_n_train_steps=5, filename="{step}")]
+        module, finder = Limited(), BatchSizeFinder()
+        callbacks = [finder, ModelCheckpoint(every_n_train_steps=5, filename="{step}")]
         options: dict[str, Any] = {"max_epochs": 2, "max_steps": steps, "default_root_dir": folder, "seed": 0}
         trainer = quiet(callbacks=callbacks, enable_checkpointing=True, **options)
         trainer.fit(module, datamodule=None if of_module else Finished(), ckpt_path=ckpt_path)
-        assert callbacks[0].result == 16  # type: ignore[attr-defined]
+        assert finder.result == 16
         return module
 
     whole = run(tmp_path / "whole", None, "auto")  # of which there is none, so it searches

@@ -12,16 +12,11 @@ import lockstep.lightning.pytorch as pl
 from lockstep.lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lockstep.lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lockstep.lightning.pytorch.loggers import CSVLogger
+from tests.trainer.lightning.differences import probe
 from tests.trainer.lightning.projects import classifier, loader
 
 QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
+    name: value for name, value in probe.QUIET.items() if name not in ("max_epochs", "log_every_n_steps")
 }
 
 

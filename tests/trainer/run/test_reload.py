@@ -99,7 +99,8 @@ class HasData(Net):
     data = Data
 
     def on_train_epoch_end(self) -> None:
-        self.trainer.datamodule.level += 1  # type: ignore[union-attr]
+        datamodule: Any = self.trainer.datamodule
+        datamodule.level += 1
 
 
 class Listed(DataModule):
@@ -149,6 +150,16 @@ class Tells(DataModule):
 
 class HasTold(Net):
     data = Tells
+
+
+class Packaged(Tells):
+    """As if it were written in a package that is installed."""
+
+    __module__ = "numpy"
+
+
+class HasPackaged(Net):
+    data = Packaged
 
 
 class Buffers(Net):
@@ -355,7 +366,12 @@ class Iterates(Net):
 
 @pytest.mark.parametrize(
     ("kind", "line"),
-    [(Chooses, "does not hold .* level;"), (Helps, "nothing holds helper.level yet"), (Iterates, "does not .* others")],
+    [
+        (Chooses, "does not hold .* level;"),
+        (Helps, "nothing holds helper.level yet"),
+        (Iterates, "does not .* others"),
+        (HasPackaged, "its DataModule, of a package, has the state of the save"),
+    ],
 )
 def test_what_a_checkpoint_cannot_hold_for_loader_methods_is_named(
     kind: type[Module], line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -452,7 +468,9 @@ def test_attributes_of_a_datamodule_are_saved_if_it_saves_nothing(kind: type[Noi
 
 
 @pytest.mark.parametrize("state", [None, {"made_for": -1}, {"metrics": 3}, {"weights": "no"}])
-def test_checkpoints_without_them_load_and_damaged_ones_are_refused(state: Any, tmp_path: Path) -> None:
+def test_checkpoints_without_them_load_and_damaged_ones_are_refused(
+    state: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     fit(Raises, saves=Saves(tmp_path / "saved", step=8))
     path = tmp_path / "saved"
     manifest, rank = (json.loads((path / name).read_text()) for name in ("manifest.json", "rank-00000.json"))
@@ -461,6 +479,7 @@ def test_checkpoints_without_them_load_and_damaged_ones_are_refused(state: Any, 
     sign(path, manifest)
     if state is None:
         fit(Raises, path)
+        assert "its version kept nothing of what loader methods saw" in caplog.text
     else:
         with pytest.raises(CheckpointError, match="no valid reload"):
             fit(Raises, path)
