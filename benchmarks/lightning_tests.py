@@ -6,8 +6,8 @@ CHECKOUT is a clone of github.com/Lightning-AI/pytorch-lightning. Each file belo
 process of its own, whose imports of `lightning` and `pytorch_lightning` give `lockstep.lightning`; only Fabric, the
 demos and what the tests' helpers need come from the clone itself. Counted are the tests that passed, failed and were
 skipped. A name that is not offered, private ones among them, may be imported, and fails the tests that use it. A file
-that runs longer than the timeout is not counted. Without CHECKOUT nothing runs. `--match loops` takes the files with
-"loops" in their path.
+that runs longer than the timeout is not counted. Some files import jsonargparse, and are collected where it is
+installed. Without CHECKOUT nothing runs. `--match loops` takes the files with "loops" in their path.
 """
 
 from __future__ import annotations

@@ -285,16 +285,15 @@ def saved_groups(reader: Reader, key: str, have: list[list[str]]) -> list[dict[s
     return groups
 
 
-def restore_model(model: nn.Module, reader: Reader, strict: bool = True, take: Take = read_whole) -> None:
-    """Load parameters and buffers in place. With `strict` the names must be the same on both sides."""
+def restore_model(model: nn.Module, reader: Reader, take: Take) -> None:
+    """Load parameters and buffers in place. The names must be the same on both sides."""
     own = model.state_dict()
     saved = reader.meta["model"]
-    if strict:
-        check_names(own, reader)
+    check_names(own, reader)
     extra = {}
     with torch.no_grad():
         for name, value in own.items():
-            if name not in saved:
+            if name not in saved:  # frozen, and not saved
                 continue
             if not isinstance(value, Tensor):
                 extra[name] = unpack(saved[name], reader.read)

@@ -81,7 +81,7 @@ class DataModule(HyperParameters):
         Arguments as those of `Module.load_from_checkpoint`; `map_location` changes nothing. Raises CheckpointError and
         TypeError as that.
         """
-        from lockstep.trainer.checkpoint.snapshot import load_datamodule  # here, as snapshot.py builds on this file
+        from lockstep.trainer.loading import load_datamodule  # here, as loading.py builds on this file
 
         return load_datamodule(cls, checkpoint_path, overrides, trusts=weights_only is False)
 

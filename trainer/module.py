@@ -374,7 +374,7 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
         `overrides` replace or complete the saved hyperparameters. `map_location` is what torch.load takes. Raises
         CheckpointError for a folder that is not a valid checkpoint, TypeError where `__init__` needs more.
         """
-        from lockstep.trainer.checkpoint.snapshot import load_module  # here, as module.py is what snapshot.py builds on
+        from lockstep.trainer.loading import load_module  # here, as loading.py builds on this file
 
         return load_module(cls, checkpoint_path, map_location, strict, overrides, trusts=weights_only is False)
 

@@ -8,21 +8,19 @@ rank      random streams, running sums of metrics, data position of one rank
 from __future__ import annotations
 
 import logging
-import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, pack, restore_model, unpack
+from lockstep.strategies.checkpoint_state import Reader, State, TensorShard, pack, unpack
 from lockstep.strategies.optimizers.saved_groups import is_alike
-from lockstep.trainer.checkpoint import convert, rank_state, schema, store
+from lockstep.trainer.checkpoint import rank_state, schema, store
 from lockstep.trainer.checkpoint.manifest import WeightsOnlyError, refused
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
-from lockstep.trainer.hparams import built
 from lockstep.trainer.run import hook_content, publish
 from lockstep.trainer.run.hook_content import HookContent, SavedWeights, facts_of
 from lockstep.trainer.setup import frozen, resume
@@ -334,62 +332,3 @@ def hyperparameters(run: RunState, module: Module, tensors: dict[str, TensorShar
         found[f"{prefix}hyperparameters_name"] = owner.hparams_name
         found[f"{prefix}hyperparameters_unsaved"] = owner.unsaved_hparams
     return found
-
-
-def load_module(
-    cls: Any,
-    path: str | Path | BinaryIO,
-    map_location: Any,
-    strict: bool | None,
-    overrides: dict[str, Any],
-    trusts: bool,
-) -> Any:
-    """`Module.load_from_checkpoint`; with `strict` None the module's `strict_loading` decides, if it has one."""
-    module, saved = _built(cls, path, overrides, trusts, "")
-    strict = getattr(module, "strict_loading", True) if strict is None else strict
-    module.configure_model()
-    if not isinstance(saved, Checkpoint):
-        module.on_load_checkpoint(saved.content)
-        with refused(saved.source):
-            values = convert.values_in(saved.content)  # as the hook has left them
-            module.load_state_dict(values, strict=strict)
-        return module.to(convert.device_of(map_location))
-    weights = weights_for((module.on_load_checkpoint,), saved)
-    with refused(saved.path):
-        frozen.check_module(weights, module)
-        restore_model(module, weights, strict)
-    return module.to(convert.device_of(map_location))
-
-
-def load_datamodule(cls: Any, path: str | Path | BinaryIO, overrides: dict[str, Any], trusts: bool) -> Any:
-    """`DataModule.load_from_checkpoint`."""
-    datamodule, saved = _built(cls, path, overrides, trusts, "datamodule_")
-    if not isinstance(saved, Checkpoint):
-        state = saved.content.get(cls.__qualname__)
-    else:
-        state = unpack(saved.state.get("datamodule"), saved.read)
-    if state:
-        with refused(saved.path if isinstance(saved, Checkpoint) else saved.source):
-            datamodule.load_state_dict(state)
-    return datamodule
-
-
-def _built(
-    cls: Any, path: str | Path | BinaryIO, overrides: dict[str, Any], trusts: bool, prefix: str
-) -> tuple[Any, Checkpoint | convert.Weights]:
-    """An object of the hyperparameters in a checkpoint, and that checkpoint, or the file in Lightning's layout."""
-    if not isinstance(path, (str, os.PathLike)) or os.path.isfile(os.path.expanduser(path)):
-        found = convert.read_pickle(path, trusts)
-        given = found.content.get(f"{prefix}hyper_parameters")
-        given = {key: value for key, value in given.items() if type(key) is str} if isinstance(given, Mapping) else {}
-        return built(cls, given, convert.name_in(found.content, prefix), [], overrides, found.source), found
-    checkpoint = Checkpoint.open(os.path.expanduser(path))
-    state = checkpoint.state
-    hparams = unpack(state.get(f"{prefix}hyperparameters", {}), checkpoint.read)
-    name = state.get(f"{prefix}hyperparameters_name")
-    unsaved = state.get(f"{prefix}hyperparameters_unsaved", [] if f"{prefix}hyperparameters" in state else None)
-    if not isinstance(hparams, dict) or not isinstance(name, str | None) or not isinstance(unsaved, list | None):
-        raise CheckpointError(
-            f"checkpoint {path} cannot be used: state.json has no valid hyperparameters; load another one"
-        )
-    return built(cls, hparams, name, unsaved, overrides, path), checkpoint
