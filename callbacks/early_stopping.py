@@ -162,14 +162,14 @@ class EarlyStopping(Callback):
         if problem and not self._warned and trainer.is_global_zero:
             self._warned = True
             warnings.warn(problem, stacklevel=2)
-        if not fresh or self.monitor not in trainer.callback_metrics:
+        current = self._metric.value
+        if not fresh or current is None:
             return
-        current = trainer.callback_metrics[self.monitor].detach().clone()
         self._last = float(current)
         usable = math.isfinite(self._last) or not self.check_finite
         if usable and self._better(self._last, self._with_delta(float(self.best_score))):
             self._say(trainer, f"{self.monitor} improved from {float(self.best_score):.6g} to {self._last:.6g}")
-            self.best_score = current.to("cpu", torch.float64)
+            self.best_score = current
             self.wait_count = 0
         else:
             self.wait_count += 1

@@ -294,7 +294,7 @@ class ModelCheckpoint(Callback):
         if self.save_top_k == 0 or (worst is not None and not unranked and not self._order(score) < self._order(worst)):
             return False
         kept = dict(self.best_k_models)
-        name = self._name(trainer)
+        name = trainer.strategy.broadcast(self._name(trainer))
         if os.path.dirname(replaced) == self.dirpath and re.fullmatch(
             re.escape(name) + r"(-v\d+)?" + re.escape(self._extension), os.path.basename(replaced)
         ):
@@ -330,10 +330,10 @@ class ModelCheckpoint(Callback):
         if self._metric is None:
             score = exact(self._epoch(trainer) if self.monitor == "epoch" else trainer.global_step)
         else:
+            self._metric.read(trainer)
             self._complain(trainer)
-            value = trainer.callback_metrics.get(self._metric.name)
-            of_these_weights = trainer._run.measured_at.get(self._metric.name) == trainer.global_step
-            score = exact(math.nan) if value is None or not of_these_weights else value.detach().clone()
+            value = self._metric.value
+            score = exact(math.nan) if value is None or not self._metric.is_of_now else value
             if value is None:
                 self._warn_once(
                     trainer,

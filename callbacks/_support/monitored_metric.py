@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lockstep import Trainer
 
 
@@ -20,27 +24,42 @@ class MonitoredMetric:
         self.name = name
         self.owner = owner
         self.at_epoch_end = at_epoch_end
+        self.value: Tensor | None = None
+        """What `read` has found."""
+        self.is_of_now = False
+        """Whether that was measured with the weights of now."""
         self.restart()
 
     def restart(self) -> None:
         """Forget what this fit has seen so far. Call it when a fit starts."""
         self._validated = self._epoch_ended = False
 
+    def read(self, trainer: Trainer) -> None:
+        """Take what rank 0 has, so that all ranks decide alike: values of one rank alone, and what user code puts into
+        `callback_metrics`, need not be the same on others. Every rank calls it."""
+        value, now = trainer.callback_metrics.get(self.name), trainer.global_step
+        mine = None if value is None else [float(value), trainer._run.measured_at.get(self.name, now)]
+        found = trainer.strategy.broadcast(mine)
+        self.value = None if found is None else torch.tensor(found[0], dtype=torch.float64)
+        self.is_of_now = found is not None and found[1] == now
+
     def fresh(self, trainer: Trainer, *, epoch_end: bool) -> bool:
-        """Whether to check it now. Call it after every validation of fit and at every end of a training epoch."""
+        """Read it, and tell whether to check it now. Every rank calls it after each validation of fit and at each end
+        of a training epoch."""
         self._validated |= not epoch_end
         self._epoch_ended |= epoch_end
-        if self.at_epoch_end is None and self.name in trainer.callback_metrics:
+        self.read(trainer)
+        if self.at_epoch_end is None and self.value is not None:
             self.at_epoch_end = epoch_end
         return self.at_epoch_end == epoch_end
 
     def overdue(self, trainer: Trainer) -> str | None:
-        """None where the metric is there or may still come, else the sentence that says what is wrong."""
+        """None where the metric was read or may still come, else the sentence that says what is wrong."""
         if self.at_epoch_end is False:
             due = self._validated
         else:
             due = self._epoch_ended and (self._validated or not trainer.num_val_batches)
-        if self.name in trainer.callback_metrics or not due:
+        if self.value is not None or not due:
             return None
         available = ", ".join(sorted(trainer.callback_metrics)) or "none"
         return (

@@ -42,10 +42,7 @@ class DeviceStats(Callback):
         own = self._measure(trainer.strategy.topology.device)
         largest = trainer.strategy.all_reduce(torch.tensor(list(own.values()), dtype=torch.float64), "max").tolist()
         values = dict(zip(own, largest, strict=True))
-        trainer.callback_metrics.update(
-            {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-        )
-        trainer._run.log_metrics(values)
+        trainer._run.show_measured(values)
 
     def _measure(self, device: torch.device) -> dict[str, float]:
         values = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from lockstep.callbacks.base import Callback
@@ -51,10 +50,7 @@ class GradientNorm(Callback):
             return
         values = {name: float(norm) for name, norm in self._norms.items()}
         self._norms = {}
-        trainer.callback_metrics.update(
-            {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-        )
-        trainer._run.log_metrics(values)
+        trainer._run.show_measured(values)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_norms": {}}

@@ -6,8 +6,6 @@ import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from lockstep.callbacks._support.lr_factor import lr_factor
 from lockstep.callbacks.base import Callback
 
@@ -111,10 +109,7 @@ class LearningRateMonitor(Callback):
             if name not in self.lrs:
                 self.lrs[name] = self.lrs.pop(name.removesuffix("/pg1"), [])
             self.lrs[name].append(value)
-        trainer.callback_metrics.update(
-            {name: torch.tensor(value, dtype=torch.float64) for name, value in stats.items()}
-        )
-        trainer._run.log_metrics(stats)
+        trainer._run.show_measured(stats)
 
     def _stats(self, trainer: Trainer, interval: str) -> dict[str, float]:
         stats: dict[str, float] = {}

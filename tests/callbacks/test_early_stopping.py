@@ -26,6 +26,8 @@ def start(callback: EarlyStopping, *, step: int = 0, **options: Any) -> Any:
         "arguments": SimpleNamespace(fast_dev_run=False),
         "num_val_batches": [1],
         "print": print,
+        "strategy": SimpleNamespace(broadcast=lambda value: value),
+        "_run": SimpleNamespace(measured_at={}),
     }
     trainer: Any = SimpleNamespace(**(attributes | options))
     for hook, *args in (("setup", "fit"), ("on_fit_start",), ("on_train_start",)):

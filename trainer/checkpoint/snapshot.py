@@ -152,7 +152,7 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> dict[str, 
             progress.batches_seen = -(-progress.samples_seen * loader.num_micro_batches // loader.batch_size)
         for name, value in state["metrics"].items():
             run.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
-        run.measured_at |= dict.fromkeys(state["metrics"], progress.global_step) | state.get("measured_at", {})
+        run.measured_at |= state.get("measured_at", dict.fromkeys(state["metrics"], progress.global_step))
         for shown, key in ((run.logged_metrics, "logged_metrics"), (run.progress_bar_metrics, "progress_bar_metrics")):
             shown.update({n: torch.tensor(value, dtype=torch.float64) for n, value in state.get(key, {}).items()})
 

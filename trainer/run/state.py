@@ -268,6 +268,13 @@ class RunState:
     def log_metrics(self, values: dict[str, float]) -> None:
         publish.log_metrics(self, values)
 
+    def show_measured(self, values: dict[str, float]) -> None:
+        """Show what a callback has measured of this step, alike on all ranks, to callbacks and loggers."""
+        for name, value in values.items():
+            self.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
+            self.measured_at[name] = self.progress.global_step
+        publish.log_metrics(self, values)
+
     def publish_due(self) -> None:
         publish.publish_due(self)
 

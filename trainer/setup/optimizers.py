@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -147,13 +148,14 @@ def step_schedulers(run: RunState, module: Module, interval: str) -> None:
             continue
         is_due = (done + 1) % config.frequency == 0
         metric: Any = None
-        if config.reduce_on_plateau:
-            if interval == "step":
-                metric = run.metrics.of_this_step(str(config.monitor), reader, run.strategy, wanted=is_due)
-            if metric is None:
-                metric = run.callback_metrics.get(str(config.monitor))
+        if config.reduce_on_plateau and interval == "step":
+            metric = run.metrics.of_this_step(str(config.monitor), reader, run.strategy, wanted=is_due)
         if not is_due:
             continue
+        if config.reduce_on_plateau and metric is None:
+            value = run.callback_metrics.get(str(config.monitor))
+            number = run.strategy.broadcast(None if value is None else float(value))  # one rank alone may have it
+            metric = None if number is None else torch.tensor(number, dtype=torch.float64)
         if config.reduce_on_plateau and metric is None:
             if config.strict:
                 raise ValueError(

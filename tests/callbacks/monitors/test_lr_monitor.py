@@ -41,7 +41,7 @@ def run(
         _run=SimpleNamespace(schedulers=schedulers, window_is_open=False),
         callback_metrics={},
     )
-    trainer._run.log_metrics = lambda metrics: logged.setdefault(trainer.global_step, {}).update(metrics)
+    trainer._run.show_measured = lambda metrics: logged.setdefault(trainer.global_step, {}).update(metrics)
     for _ in range(2):
         monitor.on_train_epoch_start(trainer, MODULE)
         for batch_idx in range(num_steps):
