@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class ModelCheckpoint(Callback):
     """Save the run periodically, under a name made of its metrics, and keep the best or the latest few.
 
-    A checkpoint is a folder `<dirpath>/<filename>`. All ranks decide alike: metrics are equal on all of
-    them, and what only rank 0 knows (its clock, which names are taken) is broadcast. Nothing is saved
+    A checkpoint is a folder `<dirpath>/<filename>`. All ranks decide alike, by what rank 0 knows: its
+    metrics, its clock, which names are taken. Nothing is saved
     in the sanity check, with `fast_dev_run`, outside `fit`, or twice for the same step.
 
     When: without one of the `every_n_...`, after every validation and, where that has not saved the

@@ -122,6 +122,25 @@ class Entry:
         if len(self._waiting) >= MOST_WAITING:
             _ = self.number
 
+    def add_on_device(self, value: Tensor, weight: float) -> None:
+        """The same where the value is: no host synchronization."""
+        if self.total is not None:
+            value = value.to(self.total.device, non_blocking=True)
+        else:
+            start = self.number if self.reduce_fx in ("max", "min") else 0.0
+            self.total = torch.full(
+                (), start, dtype=torch.float64 if value.device.type != "mps" else torch.float32, device=value.device
+            )
+        if self.reduce_fx in ("mean", "sum"):
+            if weight:  # padding must not bring in its NaN
+                self.total.add_(value, alpha=weight)
+        elif not weight:
+            pass
+        elif self.reduce_fx == "max":
+            torch.maximum(self.total, value, out=self.total)
+        else:
+            torch.minimum(self.total, value, out=self.total)
+
     def settle(self) -> None:
         """Add to the number what is still on a device."""
         if self.total is not None:

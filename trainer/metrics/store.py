@@ -120,6 +120,8 @@ class MetricStore:
         if entry.metric is not None:
             if not is_metric(value):
                 raise of_two_kinds(name)
+            if value is not entry.metric:
+                self._replace(entry, value)
             entry.seen = 1.0
             value = getattr(value, "_forward_cache", None) if entry.on_step else None
             if value is None:
@@ -161,32 +163,13 @@ class MetricStore:
                 entry.count += weight
                 return
             if not value.is_cpu and not is_sharded:
-                self._log_on_device(entry, value.detach().reshape(()), weight)
+                entry.add_on_device(value.detach().reshape(()), weight)
+                entry.count += weight
                 return
             value = value.item()
         elif is_metric(value):
             raise of_two_kinds(entry.name)
         entry.add(value if type(value) is float else number_of(entry.name, value), weight)
-        entry.count += weight
-
-    def _log_on_device(self, entry: Entry, value: Tensor, weight: float) -> None:
-        """Add `value` to the sum where it is: no host synchronization."""
-        if entry.total is not None:
-            value = value.to(entry.total.device, non_blocking=True)
-        else:
-            start = entry.number if entry.reduce_fx in ("max", "min") else 0.0
-            entry.total = torch.full(
-                (), start, dtype=torch.float64 if value.device.type != "mps" else torch.float32, device=value.device
-            )
-        if entry.reduce_fx in ("mean", "sum"):
-            if weight:  # padding must not bring in its NaN
-                entry.total.add_(value, alpha=weight)
-        elif not weight:
-            pass
-        elif entry.reduce_fx == "max":
-            torch.maximum(entry.total, value, out=entry.total)
-        else:
-            torch.minimum(entry.total, value, out=entry.total)
         entry.count += weight
 
     def part(self, num_samples: int) -> Part:
@@ -370,12 +353,8 @@ class MetricStore:
             on_epoch = not (self.in_batch and self.training)
         if not on_step and not on_epoch:
             raise ValueError(f"self.log({name!r}) with on_step=False and on_epoch=False shows nothing; set one to True")
-        if counts_itself and self.module is not None and self.path(value) is None:
-            raise ValueError(
-                f"the metric logged as {name!r} is not an attribute of {type(self.module).__name__}, so it is "
-                "neither moved nor saved; make it one"
-            )
         if counts_itself:
+            self._check_place(name, value)
             twin = next((e.name for e in self.entries.values() if e.metric is value), None)
             if twin is not None and "/dataloader_idx_" in twin and self.suffix and not twin.endswith(self.suffix):
                 raise ValueError(
@@ -386,6 +365,23 @@ class MetricStore:
         if counts_itself:
             entry.metric = value
         return entry
+
+    def _check_place(self, name: str, metric: Any) -> None:
+        if self.module is not None and self.path(metric) is None:
+            raise ValueError(
+                f"the metric logged as {name!r} is not an attribute of {type(self.module).__name__}, so it is "
+                "neither moved nor saved; make it one"
+            )
+
+    def _replace(self, entry: Entry, metric: Any) -> None:
+        """Show `metric` under the name of one that the module no longer has."""
+        self._check_place(entry.name, metric)
+        if self.path(entry.metric) is not None:
+            raise ValueError(
+                f"two metrics of {type(self.module).__name__}, {self.path(entry.metric)} and {self.path(metric)}, are "
+                f"logged as {entry.name!r}; give each a name of its own"
+            )
+        entry.metric = metric
 
     def new(self, name: str, *flags: Any) -> Entry:
         """A name with flags as those of `Entry.flags`."""

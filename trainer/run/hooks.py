@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.callbacks.base import Callback, Logger
+from lockstep.callbacks.lambda_callback import LambdaCallback
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.callbacks.tuning.batch_size_finder import BatchSizeFinder
 from lockstep.callbacks.tuning.lr_finder import LRFinder
@@ -123,7 +124,13 @@ def is_users(hook: Callable) -> bool:
     owner = getattr(hook.func if isinstance(hook, partial) else hook, "__self__", None)
     if isinstance(owner, Callback) and owner.changes_model:
         return True
-    return owner is None or not type(owner).__module__.startswith(("lockstep.callbacks.", "lockstep.trainer."))
+    return owner is None or not of_package(owner)
+
+
+def of_package(owner: Any) -> bool:
+    """Whether a callback is one of this package, and calls no functions of the user's."""
+    inside = type(owner).__module__.startswith(("lockstep.callbacks.", "lockstep.trainer."))
+    return inside and not isinstance(owner, LambdaCallback)
 
 
 def _uncounted(run: RunState, hook: Callable[..., Any], *args: Any) -> Any:

@@ -20,7 +20,7 @@ from lockstep.trainer.checkpoint.manifest import CheckpointError
 from lockstep.trainer.checkpoint.reader import checkpoint_around
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
-from lockstep.trainer.run.hooks import check_names, check_shapes, overrides
+from lockstep.trainer.run.hooks import check_names, check_shapes, of_package, overrides
 from lockstep.trainer.run.manual import HeldOptimizer
 from lockstep.trainer.setup import start
 from lockstep.trainer.setup.loaders import Sources, loaders_of
@@ -103,9 +103,7 @@ def trainable(run: RunState, module: Module, *hooks: str) -> None:
     hooks = (*hooks, "on_fit_start", "on_train_start", "on_train_epoch_start")
     unfreezes = any(overrides(module, name, Module) for name in hooks)
     for item in run.callbacks:
-        own = not isinstance(item, callbacks.LambdaCallback)  # which calls functions of the user's
-        own = own and type(item).__module__.startswith(("lockstep.callbacks.", "lockstep.trainer."))
-        if item.changes_model or not own:
+        if item.changes_model or not of_package(item):
             unfreezes |= any(hasattr(Callback, name) and overrides(item, name, Callback) for name in hooks)
     if not unfreezes:
         raise ValueError(
@@ -120,12 +118,7 @@ def _refused_by_strategy(run: RunState, module: Module) -> None:
     refuses = run.strategy.capabilities.refuses
     if run.arguments.detect_anomaly and "detect_anomaly" in refuses:
         raise ValueError(refuses["detect_anomaly"])
-    users = [
-        item
-        for item in run.callbacks
-        if isinstance(item, callbacks.GradientNorm)
-        or not type(item).__module__.startswith(("lockstep.callbacks.", "lockstep.trainer."))
-    ]
+    users = [item for item in run.callbacks if isinstance(item, callbacks.GradientNorm) or not of_package(item)]
     asked = [name for name in refuses if hasattr(Module, name) and overrides(module, name, Module)]
     asked += [name for name in refuses for item in users if hasattr(Callback, name) and overrides(item, name, Callback)]
     for name in asked:

@@ -81,7 +81,12 @@ def parse(configured: Any) -> tuple[dict[str, Optimizer], list[SchedulerConfig]]
     optimizers, schedulers = {}, []
     for name, item in named.items():
         if isinstance(item, Mapping):
-            unknown = set(item) - {"optimizer", "lr_scheduler", "monitor", "name", "frequency"}
+            if "frequency" in item:
+                raise ValueError(
+                    f"configure_optimizers gave optimizer {name!r} a frequency, but all optimizers step in each step; "
+                    "set automatic_optimization = False and step them in turn, or give it to the dict of a scheduler"
+                )
+            unknown = set(item) - {"optimizer", "lr_scheduler", "monitor", "name"}
             if unknown or "optimizer" not in item:
                 raise ValueError(
                     f"configure_optimizers may return {FORMS}, but {name!r} has the keys {sorted(map(str, item))}"

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import Trainer
-from lockstep.callbacks import Callback, GradientNorm, Guard, LRFinder, ModelCheckpoint
+from lockstep.callbacks import Callback, GradientNorm, Guard, LambdaCallback, LRFinder, ModelCheckpoint
 from lockstep.strategies import ParameterServer
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.methods.parameter_server.dealer import Dealer
@@ -402,6 +402,13 @@ def on_one_rank(module: Toy, **options: Any) -> None:
         pytest.param(partial(_Fails, math.nan), {}, FloatingPointError, "the loss is NaN .* of step 3", id="NaN"),
         pytest.param(partial(_Fails, None), {}, RuntimeError, "no batch of step 3 has a loss", id="no loss"),
         pytest.param(Toy, {"callbacks": [GradientNorm()]}, ValueError, "on_before_optimizer_step", id="norm"),
+        pytest.param(
+            Toy,
+            {"callbacks": [LambdaCallback(on_before_optimizer_step=lambda *_: None)]},
+            ValueError,
+            "on_before_optimizer_step",
+            id="lambda",
+        ),
     ],
 )
 def test_what_a_run_cannot_take_over_ends_it_by_name(

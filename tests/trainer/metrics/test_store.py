@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torchmetrics.classification import BinaryAccuracy
 
 from lockstep import DataModule, Module, Trainer
 from lockstep.callbacks import Callback, CSVLogger, TensorBoardLogger
@@ -67,6 +69,37 @@ class Value(Net):
 
 def first_feature(n: int) -> torch.Tensor:
     return data(n).tensors[0][:, 0].double()
+
+
+class Accuracies(Value):
+    """Logs the share of right answers by a metric of its own each epoch, or by two in turn."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.num, self.seen = num, 0.0
+        self.metrics = nn.ModuleList([BinaryAccuracy() for _ in range(num)])
+
+    def on_train_epoch_start(self) -> None:
+        self.metrics[0] = BinaryAccuracy()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        metric, right = self.metrics[batch_idx % self.num], (batch[0][:, 0] > 0).long()
+        metric(torch.ones_like(right) * (self.current_epoch % 2), right)
+        self.log("acc", metric, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.ranks)])
+def test_a_metric_in_the_place_of_another_is_the_one_that_is_shown(devices: int) -> None:
+    recorder = Recorder()
+    quiet(logger=recorder, max_epochs=3, devices=devices, accelerator="cpu").fit(Accuracies(1), loader(16, 4))
+    share = float((first_feature(16) > 0).double().mean())
+    assert [value for _, value in recorder.values("acc")] == pytest.approx([1 - share, share, 1 - share], abs=1e-6)
+
+
+def test_two_metrics_under_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"metrics.0 and metrics.1, are logged as 'acc'; give each a name"):
+        quiet(max_epochs=1).fit(Accuracies(2), loader(16, 4))
 
 
 def test_names_and_flags() -> None:

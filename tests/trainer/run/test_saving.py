@@ -60,6 +60,37 @@ def test_what_an_engine_has_given_up_on_one_device_is_not_saved(name: str, make:
     assert equal(weights(Net.load_from_checkpoint(tmp_path / "weights")), weights(module))
 
 
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_a_hook_of_an_evaluation_saves_weights_alone(stage: str, tmp_path: Path) -> None:
+    class Saves(Callback):
+        def __init__(self, **options: Any) -> None:
+            self.options = options
+
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            self.stage = stage
+
+        def _save(self, trainer: Any, *_: Any) -> None:
+            if self.stage != "fit":
+                trainer.save_checkpoint(tmp_path / "c", **self.options)
+
+        on_validation_end = on_test_end = on_predict_end = _save
+
+    class Tested(Net):
+        test_step = Net.validation_step
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch[0])
+
+    trainer, module = quiet(callbacks=Saves()), Tested()
+    trainer.fit(module, loader(16))
+    trainer.save_checkpoint(tmp_path / "first")
+    with pytest.raises(RuntimeError, match=f"called in a hook of {stage}, .*give weights_only=True"):
+        getattr(trainer, stage)(module, loader(16), ckpt_path=tmp_path / "first")
+    other = quiet(callbacks=Saves(weights_only=True))
+    getattr(other, stage)(Tested(), loader(16), ckpt_path=tmp_path / "first")
+    assert equal(weights(Tested.load_from_checkpoint(tmp_path / "c")), weights(module))
+
+
 def test_an_evaluation_in_between_changes_nothing(tmp_path: Path) -> None:
     trainer = quiet(max_steps=4, max_epochs=None, accelerator="cpu", devices=1, seed=0)
     module = net()

@@ -95,6 +95,10 @@ WRONG_FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no optimizer": (lambda m: "adam", "returned str where an optimizer belongs"),
     "without groups": (lambda m: Empty(), r"Empty has no param_groups.*call super\(\).__init__\(params, defaults\)"),
     "unknown key": (lambda m: {"optimizer": one(m), "scheduler": None}, "'scheduler'"),
+    "turns": (
+        lambda m: [{"optimizer": one(m), "frequency": 1}, {"optimizer": one(m), "frequency": 5}],
+        "gave optimizer '0' a frequency, but all optimizers step in each step",
+    ),
     "unknown key of a scheduler": (lambda m: dictionary(one(m), intervall="step"), "but it has intervall"),
     "interval": (lambda m: dictionary(one(m), interval="batch"), "interval='batch'"),
     "frequency": (lambda m: dictionary(one(m), frequency=0), "frequency=0"),
