@@ -74,11 +74,11 @@ class Trainer(Facts):
             train_dataloaders, datamodule = None, train_dataloaders
         run.failed_loggers.clear()
         sources = loaders.Sources({"train": train_dataloaders, "val": val_dataloaders}, datamodule)
+        path = start.checked(run, ckpt_path)
         self._take_callbacks(model)
         checks.fit(run, model, sources)
         if ckpt_path is None:
             checks.not_done(run)
-        path = start.checked(run, ckpt_path)
         if not run.arguments.fast_dev_run:
             tuner.prepare(run, model, sources, path)
         if run.arguments.strategy == "auto":  # now that the model is known
@@ -232,10 +232,10 @@ class Trainer(Facts):
             dataloaders, datamodule = None, dataloaders
         run.failed_loggers.clear()
         sources = loaders.Sources({evaluate.KINDS[stage]: dataloaders}, datamodule)
+        path = start.checked(run, ckpt_path)
         self._take_callbacks(module)
         checks.hooks(run, module, datamodule)
         checks.loaders(sources)
-        path = start.checked(run, ckpt_path)
         evaluate.check_step(module, stage)
         run.final = run.final and path is None  # else the module gets other weights
         with lifecycle.noted(run, module, stage, sources):

@@ -26,7 +26,8 @@ _log = logging.getLogger("lockstep")
 
 
 def checked(run: RunState, ckpt_path: str | Path | None) -> str | None:
-    """The path as a string; raise for a path that is not a checkpoint, before any process starts."""
+    """The path as a string, that of the best checkpoint for "best"; raise for a path that is not a checkpoint, before
+    any process starts, and before `configure_callbacks` makes other callbacks than those of the run before."""
     if ckpt_path is None or ckpt_path in ("auto", "last"):
         return None if ckpt_path is None else str(ckpt_path)
     if not isinstance(ckpt_path, str | os.PathLike) or not str(ckpt_path):
@@ -35,17 +36,17 @@ def checked(run: RunState, ckpt_path: str | Path | None) -> str | None:
         )
     ckpt_path = os.path.expanduser(ckpt_path)
     if ckpt_path == "best":
-        if not getattr(run.checkpoint_callback, "best_model_path", None):
+        ckpt_path = getattr(run.checkpoint_callback, "best_model_path", None)
+        if not ckpt_path:
             raise ValueError(
                 "ckpt_path='best' needs a ModelCheckpoint that has saved in this process; fit first, or give a path"
             )
-    else:
-        Checkpoint.open(ckpt_path, verify=False)
+    Checkpoint.open(ckpt_path, verify=False)
     return str(ckpt_path)
 
 
 def last_module(run: RunState, stage: str, ckpt_path: str | Path | None) -> tuple[Module, str | Path | None]:
-    """What `stage` runs without a module: the one that ran last, and "best" if ModelCheckpoint has saved one.
+    """What `stage` runs without a module: the one that ran last, and its best checkpoint if there is one.
 
     Raises ValueError if none has run.
     """
@@ -54,7 +55,7 @@ def last_module(run: RunState, stage: str, ckpt_path: str | Path | None) -> tupl
     best = getattr(run.checkpoint_callback, "best_model_path", None)
     if ckpt_path is None and best and run.is_global_zero:
         _log.info(f"{stage} without a module takes the best checkpoint, {best}; give the module for its own weights")
-    return run.module, ckpt_path or ("best" if best else None)
+    return run.module, ckpt_path or best or None
 
 
 def open_checkpoint(run: RunState, ckpt_path: str | None) -> Checkpoint | None:
@@ -111,8 +112,6 @@ def will_begin_with(run: RunState, module: Module, ckpt_path: str | None) -> Che
         finally:
             run.stage, run.module = before
         ckpt_path = None if newest is None else newest[1]
-    elif ckpt_path == "best":
-        ckpt_path = getattr(run.checkpoint_callback, "best_model_path", None)
     return None if ckpt_path is None else Checkpoint.open(ckpt_path, verify=False)
 
 
@@ -142,12 +141,6 @@ def choose(run: RunState, ckpt_path: str | None, skipped: Container[Any] = ()) -
             if ckpt_path == "auto":
                 nothing = f"no valid checkpoint below {searched}, starting afresh"
                 _log.info(f"ckpt_path='auto': {f'resuming {checkpoint}' if checkpoint else nothing}")
-        elif ckpt_path == "best":
-            checkpoint = getattr(run.checkpoint_callback, "best_model_path", None)
-            if not checkpoint:
-                raise ValueError(
-                    "ckpt_path='best' needs a ModelCheckpoint that has saved in this process; fit first, or give a path"
-                )
         elif ckpt_path is not None:
             checkpoint = ckpt_path
         if checkpoint is not None and not searches(ckpt_path):

@@ -507,6 +507,23 @@ def test_evaluation_of_a_checkpoint(tmp_path: Path, devices: int) -> None:
     )
 
 
+def test_the_best_checkpoint_is_that_of_the_callbacks_before(tmp_path: Path) -> None:
+    class Configured(Net):
+        test_step = Net.validation_step
+
+        def configure_callbacks(self) -> Any:
+            return [ModelCheckpoint(tmp_path, "{epoch}", monitor="val/acc", mode="min")]
+
+    trainer, model = quiet(max_epochs=3, enable_checkpointing=True, default_root_dir=tmp_path), Configured()
+    trainer.fit(model, loader(16), loader(16))
+    best = Configured.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
+    expected = quiet().test(best, loader(16), verbose=False)
+    assert trainer.test(model, loader(16), ckpt_path="best", verbose=False) == expected
+    trainer = quiet(max_epochs=3, enable_checkpointing=True, default_root_dir=tmp_path / "other")
+    trainer.fit(Configured(), loader(16), loader(16))
+    assert len(trainer.test(dataloaders=loader(16), verbose=False)) == 1
+
+
 def test_returned_metrics_are_printed_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
     trainer, model = quiet(), net()
     trainer.fit(model, loader(16))
