@@ -2,10 +2,13 @@
 
 version_0/
   config.yaml      what the run was asked to do: the resolved configuration, or the Trainer's arguments and the
-  hyperparameters versions.json    Python, torch, Lockstep and what they stand on
+                   hyperparameters
+  versions.json    Python, torch, Lockstep and what they stand on
   summary.json     steps, samples, restarts, the share of steps that were not lost, how it ended and how those before it
-  did run.lock         held by the process that writes; counts every step that was computed, also those that a kill made
-  vain checkpoints/ ... logs
+                   did
+  run.lock         held by the process that writes; counts every step that was computed, also those that a kill made
+                   vain
+  checkpoints/ ... logs
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _manual_optimization(run: RunState, module: Module) -> None:
     if run.arguments.gradient_clip_val is not None:
         raise ValueError(
             f"gradient_clip_val={run.arguments.gradient_clip_val} needs automatic optimization; "
-            f"{name} optimizes manually, so call trainer.clip_gradients in its training_step"
+            f"{name} optimizes manually, so call self.clip_gradients in its training_step"
         )
 
 

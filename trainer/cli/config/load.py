@@ -134,7 +134,7 @@ def parse_override(text: str) -> tuple[Key, Any]:
 
 
 def merge(old: Any, new: Any) -> Any:
-    """`new` laid over `old`; see the module's docstring."""
+    """`new` laid over `old`, key by key; another class replaces all that the former one was given."""
     if not (isinstance(old, dict) and isinstance(new, dict)) or new.get("class", old.get("class")) != old.get("class"):
         return new
     return {**old, **{name: merge(old[name], value) if name in old else value for name, value in new.items()}}
