@@ -19,6 +19,10 @@ from lockstep.callbacks.base import Callback
 if TYPE_CHECKING:
     from lockstep import Module, Trainer
 
+_LAYOUT = "@layout"
+"""Names the file of what a rank has written, which no key of an output can."""
+_FLOATS_OF_NUMPY = (torch.float64, torch.float32, torch.float16)
+
 
 class PredictionWriter(Callback):
     """Write what `predict_step` returns to `.npy` files, a row for each sample, in the order of the dataset.
@@ -31,9 +35,9 @@ class PredictionWriter(Callback):
         <output_dir>/<key>.npy                      # "predictions.npy" for a tensor
         <output_dir>/dataloader_<i>/<key>.npy       # with several loaders
 
-    `numpy.load(path, mmap_mode="r")` reads one without loading it. bfloat16 is written as float32. A file of the
-    same name from an earlier run is replaced once the new one is complete. A run that fails removes what its ranks had
-    written; what a killed one leaves (hidden files) is removed by the next.
+    `numpy.load(path, mmap_mode="r")` reads one without loading it. bfloat16 and float8 are written as float32. A file
+    of the same name from an earlier run is replaced once the new one is complete. A run that fails removes what its
+    ranks had written; what a killed one leaves (hidden files) is removed by the next.
 
     Raises TypeError for outputs of another kind and ValueError for keys, shapes or dtypes that differ between batches
     or ranks, by name; then no file of an earlier run is replaced.
@@ -46,7 +50,8 @@ class PredictionWriter(Callback):
         self.output_dir = output_dir
         self._files: dict[tuple[int, str], BinaryIO] = {}
         self._columns: dict[tuple[int, str], tuple[str, list[int]]] = {}
-        self._rows: dict[int, list[tuple[int, int]]] = {}  # batch and rows, in the order of the file
+        # Batch, part of it (data rank, or share of `virtual_ranks`) and rows, in the order of the file.
+        self._rows: dict[int, list[tuple[int, int, int]]] = {}
         self._folder = Path()
         self._rank = 0
         self._is_open = False  # parts may be on the disk
@@ -89,13 +94,15 @@ class PredictionWriter(Callback):
             )
         for name, value in outputs.items():
             self._append(dataloader_idx, name, value)
-        self._rows.setdefault(dataloader_idx, []).append((batch_idx, next(iter(rows.values())) or 0))
+        shares = trainer._run.shares
+        part = self._rank if shares is None else shares.current
+        self._rows.setdefault(dataloader_idx, []).append((batch_idx, part, next(iter(rows.values())) or 0))
 
     def on_predict_end(self, trainer: Trainer, module: Module) -> None:
         self._close()
         if trainer.strategy.topology.is_reporting_rank:
             columns = [[index, name, *column] for (index, name), column in self._columns.items()]
-            self._part(0, "layout").write_text(json.dumps({"columns": columns, "rows": self._rows}))
+            self._part(0, _LAYOUT).write_text(json.dumps({"columns": columns, "rows": self._rows}))
         trainer.strategy.barrier()
         layouts = _layouts(self._folder, trainer.strategy.topology.data_size) if trainer.is_global_zero else []
         problem = trainer.strategy.broadcast(_difference(layouts))
@@ -116,8 +123,9 @@ class PredictionWriter(Callback):
     def _append(self, loader: int, name: str, value: Tensor) -> None:
         if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
             raise ValueError(f"predict_step returned the key {name!r}, which cannot be a file name; use letters")
-        value = value.detach().cpu()
-        array = (value.float() if value.dtype == torch.bfloat16 else value).contiguous().numpy()
+        value = value.detach().cpu().resolve_conj().resolve_neg()
+        known = not value.is_floating_point() or value.dtype in _FLOATS_OF_NUMPY
+        array = (value if known else value.float()).contiguous().numpy()
         column = array.dtype.str, list(array.shape[1:])
         if self._columns.setdefault((loader, name), column) != column:
             raise ValueError(
@@ -142,7 +150,7 @@ class PredictionWriter(Callback):
 
 def _layouts(folder: Path, ranks: int) -> list[dict[str, Any]]:
     """By rank the columns and rows that it has written."""
-    return [json.loads((folder / f".0.layout.rank-{rank}").read_text()) for rank in range(ranks)]
+    return [json.loads((folder / f".0.{_LAYOUT}.rank-{rank}").read_text()) for rank in range(ranks)]
 
 
 def _difference(layouts: list[dict[str, Any]]) -> str | None:
@@ -167,7 +175,7 @@ def _difference(layouts: list[dict[str, Any]]) -> str | None:
 
 
 def _merge(folder: Path, layouts: list[dict[str, Any]]) -> None:
-    """Make one file of each column out of the ranks' parts: batch 0 of each rank in order, then batch 1."""
+    """Make one file of each column of what the ranks wrote: the parts of batch 0 in order, then those of batch 1."""
     ranks = len(layouts)
     columns = {(index, name): (kind, shape) for layout in layouts for index, name, kind, shape in layout["columns"]}
     several = len({index for index, _ in columns}) > 1
@@ -178,11 +186,11 @@ def _merge(folder: Path, layouts: list[dict[str, Any]]) -> None:
         whole, width = folder / f".{index}.{name}.rank-all", np.dtype(kind).itemsize * math.prod(shape)
         with whole.open("wb") as merged:
             # A rank has no rows of a batch that it has no sample of.
-            order = [(batch, rank, count) for rank in range(ranks) for batch, count in rows[rank]]
-            order.sort(key=lambda part: part[:2])
+            order = [(batch, part, rank, count) for rank in range(ranks) for batch, part, count in rows[rank]]
+            order.sort()
             header = {"descr": kind, "fortran_order": False, "shape": (sum(count for *_, count in order), *shape)}
             np.lib.format.write_array_header_1_0(merged, header)
-            for _, rank, count in order:
+            for *_, rank, count in order:
                 file = files[rank]
                 if file is not None:
                     merged.write(file.read(count * width))

@@ -72,6 +72,33 @@ def test_the_order_is_kept_where_a_rank_has_no_sample_of_a_batch(tmp_path: Path)
         np.testing.assert_allclose(two[name], expected, rtol=1e-12)
 
 
+@pytest.mark.long
+@pytest.mark.ranks
+def test_the_order_is_kept_where_ranks_run_every_other_share(tmp_path: Path) -> None:
+    """`fsdp` gives rank 0 the shares 0 and 2 of each batch, and rank 1 the shares 1 and 3."""
+    one = predict(tmp_path / "one", loader(batch_size=3), virtual_ranks=4)
+    two = predict(tmp_path / "two", loader(batch_size=3), virtual_ranks=4, strategy="fsdp", devices=2)
+    for name, expected in one.items():
+        assert np.array_equal(two[name], expected), name
+
+
+def test_any_key_and_any_floats_are_written(tmp_path: Path) -> None:
+    class Kinds(Net):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            logits = self(batch[0])
+            turned = torch.complex(logits, logits).conj()
+            return {"layout": logits, "turned": turned, "imag": turned.imag, "small": logits.to(torch.float8_e5m2)}
+
+    torch.manual_seed(0)
+    quiet(callbacks=[PredictionWriter(tmp_path)]).predict(Kinds(), loader(), return_predictions=False)
+    files = {path.stem: np.load(path) for path in tmp_path.iterdir()}
+    logits = files["layout"]
+    assert logits.shape == (50, 3)
+    assert np.array_equal(files["turned"], logits - 1j * logits)
+    assert np.array_equal(files["imag"], -logits)
+    np.testing.assert_allclose(files["small"], logits, rtol=0.2, atol=1e-4)
+
+
 def test_several_loaders_and_a_second_run(tmp_path: Path) -> None:
     predict(tmp_path, [loader(16), loader(8)])
     written = predict(tmp_path, [loader(24), loader(8)])
