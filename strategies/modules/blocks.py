@@ -245,7 +245,7 @@ def join_states(metric: Any, other: Any, instead: str) -> None:
     """Add to the states of a torchmetrics object those of another one, or a dict of them, that has seen other samples.
 
     Its own `merge_state` refuses most metrics, and joins means, and tensors without a reduction, to something else than
-    what they would be over all samples. Raises ValueError for these.
+    what they would be over all samples. Raises ValueError for these, unless a mean is the same in both.
     """
     if not type(metric).merge_state.__module__.startswith("torchmetrics."):
         metric.merge_state(other)
@@ -259,7 +259,7 @@ def join_states(metric: Any, other: Any, instead: str) -> None:
             setattr(metric, key, mine + theirs)
         elif joined is not None:
             setattr(metric, key, joined(mine, theirs))
-        else:
+        elif getattr(reduction, "__name__", "") != "dim_zero_mean" or not torch.equal(mine, theirs):
             how = getattr(reduction, "__name__", reduction)
             raise ValueError(
                 f"{type(metric).__name__} keeps {key} with dist_reduce_fx={how}, which cannot be joined with that of "

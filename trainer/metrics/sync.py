@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +140,12 @@ class Lists:
         everyone = gather_values(self._strategy, sent, "state") if lists else []
         for name in lists:
             setattr(metric, name, [])
-        type(metric)._sync_dist(metric, *args, **options)
+        reductions = metric._reductions
+        metric._reductions = of_all_samples(metric)
+        try:
+            type(metric)._sync_dist(metric, *args, **options)
+        finally:
+            metric._reductions = reductions
         for name, held in lists.items():
             items = in_turn([_received(part[name]) for part in everyone if part])
             device = held[0].device if held and isinstance(held[0], Tensor) else metric.device
@@ -153,6 +159,24 @@ class Lists:
 
     def __reduce__(self) -> Any:
         return _nothing, ()  # as `Gather`
+
+
+def of_all_samples(metric: Any) -> dict[str, Any]:
+    """How each state of `metric` is put together; a mean only where it is the same for all."""
+    from torchmetrics.utilities import dim_zero_mean
+
+    named = metric._reductions.items()
+    return {name: partial(_the_same, metric, name) if how is dim_zero_mean else how for name, how in named}
+
+
+def _the_same(metric: Any, name: str, values: Tensor) -> Tensor:
+    if not all(torch.equal(value, values[0]) for value in values):
+        raise ValueError(
+            f"{type(metric).__name__} keeps {name} with dist_reduce_fx='mean', and ranks or shares with other samples "
+            "hold other values, whose mean is not that of one process; keep a sum and a count with "
+            "dist_reduce_fx='sum', and divide them in compute"
+        )
+    return values[0]
 
 
 def in_turn(rows: Sequence[Sequence[Any]]) -> list[Any]:

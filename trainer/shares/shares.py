@@ -20,7 +20,7 @@ from lockstep.strategies.modules.side_effect_free import differ
 from lockstep.trainer.checkpoint.rank_state import on_device_of, torchmetrics_of
 from lockstep.trainer.metrics.gathering import gather_values
 from lockstep.trainer.metrics.model_parts import Parts
-from lockstep.trainer.metrics.sync import in_turn, refuse_windows, uncached
+from lockstep.trainer.metrics.sync import in_turn, of_all_samples, refuse_windows, uncached
 from lockstep.trainer.seeding import derive
 from lockstep.trainer.shares.user_state import UserState
 
@@ -326,7 +326,7 @@ class _Together(_OfShares):
             if entry["count"] > by_share.get(int(share), {"count": 0})["count"]:  # of stages the one that updates it
                 by_share[int(share)] = entry
         states = [by_share[share]["state"] for share in sorted(by_share)]
-        for name, reduction in metric._reductions.items():
+        for name, reduction in of_all_samples(metric).items():
             values = [state[name] for state in states]
             if not values:
                 continue

@@ -17,6 +17,7 @@ from torchmetrics.classification import (
     MulticlassF1Score,
     MulticlassPrecision,
 )
+from torchmetrics.image import PeakSignalNoiseRatio
 from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef, R2Score, SpearmanCorrCoef
 from torchmetrics.retrieval import RetrievalMAP, RetrievalNormalizedDCG
 
@@ -225,6 +226,43 @@ def test_lists_hold_what_they_hold_on_one_process(strategy: str, devices: int, b
     assert found == pytest.approx(validate(1), rel=1e-6)
     if (strategy, devices) == ("ddp", 2):
         assert validate(1, virtual_ranks=2) == validate(2, strategy="ddp", virtual_ranks=2) == pytest.approx(found)
+
+
+class Averaged(Metric):
+    """Its average over ranks is not the sum that one process has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="mean")
+
+    def update(self, values: Tensor) -> None:
+        self.total += values.sum()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class Validates(Net):
+    def __init__(self, metric: Metric) -> None:
+        super().__init__()
+        self.metric = metric
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.metric.update(*[batch[0]] * (1 if isinstance(self.metric, Averaged) else 2))
+        self.log("metric", self.metric)
+
+
+@pytest.mark.ranks
+def test_a_mean_over_ranks_is_refused_unless_they_agree() -> None:
+    def validate(metric: Metric, **options: Any) -> float:
+        trainer = quiet(accelerator="cpu", **options)
+        return trainer.validate(Validates(metric), loader(15), verbose=False)[0]["metric"]
+
+    for options in ({"devices": 2}, {"virtual_ranks": 2}):
+        with pytest.raises(ValueError, match="Averaged keeps total with dist_reduce_fx='mean', and ranks or shares"):
+            validate(Averaged(), **options)
+        assert validate(PeakSignalNoiseRatio(data_range=(0, 1)), **options) == float("inf"), "the range is the same"
+    assert validate(Averaged()) == pytest.approx(data(15).tensors[0].sum().item())
 
 
 @pytest.mark.ranks

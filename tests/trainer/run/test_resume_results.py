@@ -20,6 +20,7 @@ from torchmetrics import (
     SumMetric,
 )
 from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.image import PeakSignalNoiseRatio
 
 from lockstep import Trainer
 from lockstep.callbacks import Callback, EarlyStopping
@@ -236,7 +237,7 @@ class Measures(Net):
         super().__init__()
         self.of_values = torch.nn.ModuleList([MaxMetric(), MinMetric(), OwnMax()])
         self.of_classes = ClasswiseWrapper(MulticlassAccuracy(3, average=None))
-        self.of_pairs = torch.nn.ModuleList([KendallRankCorrCoef(), *more])
+        self.of_pairs = torch.nn.ModuleList([KendallRankCorrCoef(), PeakSignalNoiseRatio(4.0), *more])
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self(batch[0])
