@@ -101,6 +101,11 @@ class Entry:
     def put_sums(self, sums: tuple[Any, ...]) -> None:
         self._number, self._waiting, self.total, self.count = sums
 
+    def put_saved(self, number: Any, count: Any) -> None:
+        """Take back a number and a count that are JSON data."""
+        self.number = ExactSum.of(number) if isinstance(number, list) else number
+        self.count = self.no_count + (ExactSum.of(count) if isinstance(count, list) else count)
+
     def forget(self) -> None:
         """Be as before anything was added."""
         self.put_sums((self.start, [], None, self.no_count))

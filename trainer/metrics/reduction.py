@@ -22,7 +22,7 @@ def reduce(store: MetricStore, strategy: Strategy, epoch_end: bool, reset: bool)
     """`MetricStore.reduce`."""
     samples = _agree_on_names(store, strategy) if strategy.topology.world_size > 1 else [1]
     shared = sorted(store.shared(), key=lambda e: e.name)
-    local = [e for e in store.entries.values() if e.rank_zero_only]
+    local = sorted(store.of_rank_zero(), key=lambda e: e.name)
     rows = _exact_rows(shared, strategy) if store.exact else _rows(shared, strategy)
     reduced: list[Reduced] = []
     computed: dict[int, Any] = {}
@@ -197,9 +197,11 @@ def _agree_on_names(store: MetricStore, strategy: Strategy) -> list[int]:
 
     A rank without a sample (of each loader that has any), or that does not report, takes the others' names.
     """
-    reports = int(strategy.topology.is_reporting_rank)
-    gathered = strategy.all_gather(torch.tensor([store.keys_hash, store.samples, reports, store.num_loaders])).tolist()
-    seen = [number if reports else 0 for _, number, reports, _ in gathered]
+    reports, lone = int(strategy.topology.is_reporting_rank), len(_of_rank_zero(store))
+    row = torch.tensor([store.keys_hash, store.samples, reports, store.num_loaders, lone])
+    gathered = strategy.all_gather(row).tolist()
+    _tell_of_rank_zero(store, strategy, gathered)
+    seen = [number if reports else 0 for _, number, reports, *_ in gathered]
     of_all = max((row[3] for row, number in zip(gathered, seen, strict=True) if number), default=0)
     speakers = [rank for rank, number in enumerate(seen) if number and gathered[rank][3] == of_all]
     speakers = speakers or [rank for rank, row in enumerate(gathered) if row[2]]
@@ -224,6 +226,32 @@ def _agree_on_names(store: MetricStore, strategy: Strategy) -> list[int]:
                 "the other ranks did not; every rank must log the same names"
             )
     return seen
+
+
+def _of_rank_zero(store: MetricStore) -> list[Entry]:
+    """What this rank has logged with `rank_zero_only` since the last reduction."""
+    return [entry for entry in store.of_rank_zero() if entry.count or entry.seen]
+
+
+def _tell_of_rank_zero(store: MetricStore, strategy: Strategy, gathered: list[list[int]]) -> None:
+    """Let every rank have what rank 0 has logged for itself, so that all decide alike by it. In a pipeline what steps
+    log is that of the first rank that reports, for rank 0 does not run them to their end."""
+    found: dict[str, list[Any]] = {}
+    reporting = next(rank for rank, row in enumerate(gathered) if row[2])
+    for source in {0: None, reporting: None}:
+        if gathered[source][4]:
+            mine = [[e.name, *store.saved(e), e.by_hand, e.seen] for e in _of_rank_zero(store)]
+            for name, *held in strategy.broadcast(mine, source):
+                found.setdefault(name, held)
+    for entry in store.of_rank_zero():
+        entry.forget()
+        entry.seen = 0.0
+    for name, (*flags, metric, number, count, by_hand, seen) in found.items():
+        entry = store.entries.get(name) or store.new(name, *flags)
+        entry.put_saved(number, count)
+        entry.by_hand, entry.seen = by_hand, seen
+        if metric is not None:
+            entry.metric = store.module.get_submodule(metric)  # type: ignore[union-attr]
 
 
 def _other_names(store: MetricStore, strategy: Strategy, hashes: dict[int, int]) -> str:

@@ -32,7 +32,7 @@ from lockstep.trainer.metrics.entry import (
     too_late,
     weight_of,
 )
-from lockstep.trainer.metrics.exact import ExactSum, saved_count, saved_sum
+from lockstep.trainer.metrics.exact import saved_count, saved_sum
 from lockstep.trainer.metrics.part import Part
 
 if TYPE_CHECKING:
@@ -229,6 +229,9 @@ class MetricStore:
     def shared(self) -> list[Entry]:
         return [entry for entry in self.entries.values() if not entry.rank_zero_only]
 
+    def of_rank_zero(self) -> list[Entry]:
+        return [entry for entry in self.entries.values() if entry.rank_zero_only]
+
     def path(self, metric: Any) -> str | None:
         if metric is None or self.module is None:
             return None
@@ -236,20 +239,20 @@ class MetricStore:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON data: the running sums of this rank and the epoch's values."""
-        for entry in self.entries.values():
-            entry.settle()
         return {
             e.name: [
-                *e.flags(),
-                self.path(e.metric),
-                saved_sum(e.number),
-                saved_count(e.count),
+                *self.saved(e),
                 e.epoch_value,
                 e.epoch_count or e.seen,
                 *([] if e.by_hand is None else [e.by_hand]),
             ]
             for e in self.entries.values()
         }
+
+    def saved(self, entry: Entry) -> list[Any]:
+        """As JSON data its flags, the path of its metric, and what was added since the last reduction."""
+        entry.settle()
+        return [*entry.flags(), self.path(entry.metric), saved_sum(entry.number), saved_count(entry.count)]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back `state_dict`; a number that is None is that of a name for which this rank has none."""
@@ -277,8 +280,7 @@ class MetricStore:
                         f"{name!r} was logged of the metric {metric}, which is not a torchmetrics Metric in this run"
                     )
             if number is not None:
-                entry.number = ExactSum.of(number) if isinstance(number, list) else number
-                entry.count = entry.no_count + (ExactSum.of(count) if isinstance(count, list) else count)
+                entry.put_saved(number, count)
                 self._restored[name] = entry.number, entry.count
 
     def reduce(self, strategy: Strategy, epoch_end: bool = False, reset: bool = True) -> list[Reduced]:

@@ -16,7 +16,7 @@ from torch import nn
 from torchmetrics.classification import BinaryAccuracy
 
 from lockstep import DataModule, Module, Trainer
-from lockstep.callbacks import Callback, CSVLogger, TensorBoardLogger
+from lockstep.callbacks import Callback, CSVLogger, EarlyStopping, TensorBoardLogger
 from lockstep.callbacks.base import Logger
 from lockstep.trainer.metrics.store import MetricStore
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
@@ -327,6 +327,34 @@ def test_rank_zero_only() -> None:
     trainer = quiet(devices=2)
     trainer.fit(Zero(), loader(16, 4))
     assert trainer.callback_metrics["zero"] == 5.0 and trainer.callback_metrics["alone"] == 3.0
+
+
+class Decides(Net):
+    """Stops and lowers the rate by values that each rank logs with `rank_zero_only` and that differ."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train/alone", loss, on_epoch=True, rank_zero_only=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        up = self.current_epoch if self.global_rank else -self.current_epoch
+        self.log("alone", float(up), rank_zero_only=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "alone"}}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_all_ranks_decide_by_what_rank_zero_has_logged(strategy: str) -> None:
+    """Also by what a step has logged that a pipeline runs to its end on another rank."""
+    trainer = quiet(strategy=strategy, devices=2, max_epochs=9, callbacks=[EarlyStopping("alone", patience=2)])
+    trainer.fit(Decides(), loader(16, 4), loader(8, 4))
+    assert trainer.current_epoch == (9 if strategy == "ddp" else 3), "rank 0 counts down, the last stage up"
+    assert {"alone", "train/alone_step", "train/alone_epoch"} <= set(trainer.callback_metrics)
 
 
 class Odd(Net):
