@@ -19,6 +19,7 @@ from lockstep.trainer.cli import config
 from lockstep.trainer.cli.config import Resolved, Run
 from lockstep.trainer.cli.errors import ConfigError
 from lockstep.trainer.cli.parser import Parser
+from lockstep.trainer.setup.start import remove_unused
 from lockstep.trainer.trainer import Trainer
 
 
@@ -47,20 +48,34 @@ def predict(run: Run, output: str | None) -> None:
 
     trainer = run.trainer
     if output is not None:
-        try:
-            Path(output).parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"output={output} cannot be written: {error.strerror}; give another path") from error
+        _check_output(Path(output))
     predictions = trainer.predict(run.module, datamodule=run.datamodule, ckpt_path=run.ckpt_path)
     if not trainer.is_global_zero:
         return
-    tensors = _join(predictions or [])
     file = Path(output or Path(trainer.log_dir or ".") / "predictions.safetensors")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file, "wb") as out:
-        save_file(tensors, out.name)  # tensor by tensor: `save` would hold all of them a second time
+    try:
+        tensors = _join(predictions or [])
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file, "wb") as out:
+            save_file(tensors, out.name)  # tensor by tensor: `save` would hold all of them a second time
+    finally:
+        if trainer.log_dir is not None:
+            remove_unused(trainer._run, trainer.log_dir, locked=False)
     rows = [(name, str(list(tensor.shape))) for name, tensor in tensors.items()]
     _print_block(trainer, f"predict: {run.ckpt_path or 'initial weights'}", [*rows, ("output", str(file))])
+
+
+def _check_output(file: Path) -> None:
+    """Make the folder of a file to write. Raises ConfigError if it cannot be made, or something else is there."""
+    if file.is_dir() or (file.exists() and file.suffix != ".safetensors"):
+        raise ConfigError(
+            f"output={file} would replace {'a folder' if file.is_dir() else 'a file of another kind'}; give a path "
+            "that ends in .safetensors"
+        )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output={file} cannot be written: {error.strerror}; give another path") from error
 
 
 def parse_compare(words: Sequence[str]) -> argparse.Namespace:
@@ -211,6 +226,11 @@ def _join(predictions: list[Any]) -> dict[str, Tensor]:
             )
         for name, tensor in named.items():
             parts.setdefault(str(name), []).append(tensor.detach().cpu())
+    if any(len(tensors) != len(predictions) for tensors in parts.values()):
+        raise TypeError(
+            f"`lockstep predict` joins batches, but predict_step returned {', '.join(map(repr, sorted(parts)))} for "
+            "some and not for others: return the same names for every batch"
+        )
     joined = {}
     for name, tensors in parts.items():
         if all(tensor.dim() > 0 and tensor.shape[1:] == tensors[0].shape[1:] for tensor in tensors):

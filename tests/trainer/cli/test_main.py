@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import DataModule, Module
 
 class Line(Module):
-    def __init__(self, lr: float = 0.1, fail: bool = False, sleep_s: float = 0.0):
+    def __init__(self, lr: float = 0.1, fail: bool = False, sleep_s: float = 0.0, says: str = ""):
         super().__init__()
         self.save_hyperparameters()
         self.layer = torch.nn.Linear(1, 1)
@@ -58,7 +58,9 @@ class Line(Module):
         self.log("test_error", (self.layer(batch[0]) - batch[1]).abs().mean())
 
     def predict_step(self, batch, batch_idx):
-        return {"input": batch[0], "output": self.layer(batch[0])}
+        if self.hparams.says == "str":
+            return "a"
+        return {"input": batch[0]} | ({} if self.hparams.says and batch_idx else {"output": self.layer(batch[0])})
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
@@ -152,9 +154,11 @@ def test_evaluation_and_prediction_of_a_checkpoint(capsys: pytest.CaptureFixture
     assert main(["test", "run.yaml", f"ckpt_path={ckpt_path}"]) == 0
     assert block(capsys.readouterr().out, "test: ")["test_error"] == fitted["error"]
 
+    runs = {*Path("runs/Line").iterdir()}
     assert main(["predict", "run.yaml", f"ckpt_path={ckpt_path}", "output=there/out.safetensors"]) == 0
     rows = block(capsys.readouterr().out, "predict: ")
     assert rows == {"input": "[22, 1]", "output": "there/out.safetensors"} | {"output": rows["output"]}
+    assert {*Path("runs/Line").iterdir()} == runs, "a run that wrote nothing in its folder leaves none"
     tensors = load_file("there/out.safetensors")
     assert torch.equal(tensors["input"], torch.arange(22.0).unsqueeze(1) / 22)
     assert (tensors["output"] - 2 * tensors["input"] - 1).abs().mean() == pytest.approx(
@@ -226,6 +230,18 @@ def test_config_prints_what_can_be_run_again(capsys: pytest.CaptureFixture[str])
         (["fit", "run.yaml", "default_root_dir=tiny.py"], 2, r".*tiny\.py.*"),
         (["fit", "run.yaml", "max_epochs=0"], 2, r"max_epochs must be a whole number of at least 1, but max_epochs=0"),
         (["predict", "run.yaml", "ckpt_path=null", "output=tiny.py/a"], 2, r"output=tiny\.py/a cannot be written: .*"),
+        (["predict", "run.yaml", "ckpt_path=null", "output=tiny.py"], 2, r"output=tiny\.py would replace a file .*"),
+        (["predict", "run.yaml", "ckpt_path=null", "output=."], 2, r"output=\. would replace a folder; .*"),
+        (
+            ["predict", "run.yaml", "ckpt_path=null", "module.says=str"],
+            1,
+            r"`lockstep predict` writes tensors, .* str.*",
+        ),
+        (
+            ["predict", "run.yaml", "ckpt_path=null", "module.says=some"],
+            1,
+            r"`lockstep predict` joins .*'input', 'out.*",
+        ),
     ],
 )
 def test_what_a_user_can_mend_is_one_line(
@@ -236,6 +252,8 @@ def test_what_a_user_can_mend_is_one_line(
     line = captured.err.strip().splitlines()[-1]
     assert re.fullmatch("lockstep: error: " + expected, line)
     assert "Traceback" not in captured.err
+    assert not [*Path("runs").glob("*")], "no folder of a run is left"
+    assert Path("tiny.py").read_text() == TINY
 
 
 @pytest.mark.ranks
