@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +211,28 @@ def _(pl: Any, folder: Path) -> Any:
     module = classifier(pl, training_step=training_step, on_after_backward=on_after_backward)()
     module.automatic_optimization = False
     return fit(pl, module).callback_metrics["before"].item()
+
+
+@differs("a torchmetrics object that nobody resets, after the sanity check", [4.0, 8.0], [0.0, 4.0])
+def _(pl: Any, folder: Path) -> Any:
+    found = []
+
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
+        self.count.update(len(batch[0]))
+
+    def on_train_start(self: Any) -> None:
+        found.append(self.count.sum_value.item())
+
+    module = classifier(pl, validation_step=validation_step, on_train_start=on_train_start)()
+    module.count = torchmetrics.SumMetric()
+    fit(pl, module, loader(8), loader(4), num_sanity_val_steps=1)
+    return [*found, module.count.sum_value.item()]
+
+
+@differs("what `validate` and `test` print", True, False)
+def _(pl: Any, folder: Path) -> Any:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        pl.Trainer(**QUIET).validate(classifier(pl)(), loader(4))
+    assert "val_loss" in printed.getvalue()
+    return "DataLoader 0" in printed.getvalue()
