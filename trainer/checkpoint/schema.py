@@ -46,6 +46,8 @@ def fault(checkpoint: Checkpoint) -> str | None:
         _WINDOWS["accumulate"](accumulation.get(k)) for k in ("at_start", "now")
     ):
         return "state.json has no valid accumulation"
+    if "numbers" in state and not _are_all_numbers(state["numbers"]):  # as there
+        return "state.json has no valid numbers"
     if "rng_at_setup" in state and not _is_rng(state["rng_at_setup"]):  # as there
         return "state.json has no valid rng_at_setup"
     for key in ("measured_at", "logged_metrics", "progress_bar_metrics"):  # as there
@@ -258,18 +260,31 @@ def _are_changes(value: Any) -> bool:
 
 
 _SEEN = {"made_for", "global_step", "metrics", "attributes", "buffers", "same", "moved_on", "lengths", "weights"}
+_SEEN |= {"numbers"}
+
+
+def _are_all_numbers(value: Any) -> bool:
+    return _is_object(value) and all(_are_numbers(value.get(key)) for key in ("configured", "begun", "now"))
+
+
+def _are_numbers(value: Any) -> bool:
+    """Of the Trainer; a limit may be None."""
+    return _is_dict(value, lambda number: number is None or type(number) is int) and (
+        _WINDOWS["accumulate"](value.get("accumulate_grad_batches", 1))
+    )
 
 
 def _is_reload(value: Any) -> bool:
     return value == {} or (
         isinstance(value, dict)
-        and value.keys() == _SEEN
+        and value.keys() | {"numbers"} == _SEEN  # older versions saved none
         and is_count(value["made_for"])
         and is_count(value["global_step"])
         and _is_dict(value["metrics"], lambda shown: _is_dict(shown, is_number))
         and _are_changes(value["attributes"])
         and _is_dict(value["buffers"], _is_tensor)
         and all(_is_list(value[name], _is_str) for name in ("same", "moved_on"))
+        and _are_numbers(value.get("numbers", {}))
         and isinstance(value["lengths"], list)
         and type(value["weights"]) is bool
     )

@@ -21,6 +21,7 @@ from lockstep.strategies.optimizers.saved_groups import is_alike
 from lockstep.trainer.checkpoint import rank_state, schema, store
 from lockstep.trainer.checkpoint.manifest import WeightsOnlyError, refused
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
+from lockstep.trainer.kept import numbers
 from lockstep.trainer.run import hook_content, publish
 from lockstep.trainer.run.hook_content import HookContent, SavedWeights, facts_of
 from lockstep.trainer.setup import frozen, resume
@@ -129,6 +130,7 @@ def _shared_state(
         "windows": run.train_dataloader.plan,
         "virtual_ranks": run.strategy.virtual_ranks if run.strategy.capabilities.exact else 0,
         "accumulation": {"at_start": run.accumulation_at_start, "now": run.accumulate_grad_batches},
+        **({} if run.numbers is None else {"numbers": run.numbers.state_dict()}),
         "configured": run.configured,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
@@ -138,12 +140,14 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> dict[str, 
     """Put a run back to where `checkpoint` was saved. Every rank calls it, after everything is built. Returns the
     loaders that had been made again, as `Reload.make_again` does."""
     state, made = checkpoint.state, {}
+    assert run.numbers is not None
     rank_state.restore_trainability(run, module, checkpoint)
     _restore_training(run, checkpoint, resume.are_assigned(state.get("configured")))
     if run.reload is not None and run.reload.is_of_later_epoch:
         with refused(checkpoint.path):
             later = rank_state.attributes(run, checkpoint)
         made = run.reload.make_again(later)
+    run.numbers.load_state_dict(numbers.saved(state))
     with refused(checkpoint.path):
         progress, loader = run.progress, run.train_dataloader
         progress.load_state_dict(state["progress"])

@@ -19,6 +19,7 @@ from lockstep.strategies.base import Strategy
 from lockstep.strategies.launch.phase import current_phase
 from lockstep.trainer.arguments import TrainerArguments
 from lockstep.trainer.checkpoint import store
+from lockstep.trainer.kept import numbers
 from lockstep.trainer.metrics.entry import nowhere
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.progress import Progress
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from lockstep.trainer.checkpoint.store import Checkpoint, Saving
     from lockstep.trainer.datamodule import DataModule
     from lockstep.trainer.kept.changes import Changes
+    from lockstep.trainer.kept.numbers import Numbers
     from lockstep.trainer.module import Module
     from lockstep.trainer.run.folder import RunFolder
     from lockstep.trainer.setup.compilation import Compiled
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 RESULTS: tuple[str, ...] = ("callback_metrics", "logged_metrics", "progress_bar_metrics", "log_dir", "should_stop")
 RESULTS += ("num_training_batches", "windows_per_epoch", "evaluation_batches", "seed", "begins_from", "batch_idx")
+RESULTS += numbers.NAMES
 """What rank 0 brings back to the process that called `fit`."""
 
 
@@ -64,7 +67,7 @@ class RunState:
     max_steps: int | None
     accumulate_grad_batches: int
     accumulation_at_start: int = field(default=1, init=False)
-    """`accumulate_grad_batches` when the run began; hooks may change it."""
+    """`accumulate_grad_batches` when loaders were made first; hooks may change it."""
 
     # ---- results, which the Trainer shows ------------------------------------------------------------
     progress: Progress = field(default_factory=Progress)
@@ -159,6 +162,8 @@ class RunState:
     """Whether the last fit had any: they end with it."""
     attributes: Changes | None = None
     """What user code has changed of the module's attributes."""
+    numbers: Numbers | None = None
+    """What user code has set of the Trainer's numbers."""
     start_hooks: StartHooks | None = None
     """What the user's hooks of the start set, if there are any."""
     reload: Reload | None = None
@@ -303,6 +308,7 @@ class RunState:
                 "train_dataloader",
                 "folder",
                 "shares",
+                "numbers",
                 "start_hooks",
                 "reload",
             )

@@ -32,6 +32,7 @@ def check(run: RunState, module: Module, sources: Sources, stage: str, resumes: 
     if given is None or run.strategy.capabilities.local_steps:  # whose loader reads every sample to know its clients
         return
     trial = copy.copy(run)  # of rank 0
+    trial.accumulation_at_start = run.accumulate_grad_batches
     trial.strategy = copy.copy(run.strategy)
     trial.strategy.topology = run.strategy.expected_topology
     num_batches = reload.train_loader(trial, module, given)[2]

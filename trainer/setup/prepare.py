@@ -19,6 +19,7 @@ from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.optimizers.closures import needs_closure
 from lockstep.trainer.checkpoint import rank_state, snapshot
 from lockstep.trainer.kept.changes import Changes
+from lockstep.trainer.kept.numbers import Numbers
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import saving
@@ -85,6 +86,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         now = strategy.virtual_ranks if strategy.capabilities.exact else 0
         resume.check_virtual_ranks(checkpoint.path, checkpoint.state.get("virtual_ranks", 0), now)
         snapshot.restore_datamodule(run, checkpoint)
+    run.accumulation_at_start = run.accumulate_grad_batches
     run.reload = reload.Reload.of(run, module, sources)
     if checkpoint is not None and run.reload is not None:
         rank_state.restore_reload(run, run.reload, checkpoint)
@@ -113,8 +115,10 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     frozen.note(run, module)
     run.attributes.begin([*named.values(), *(config.scheduler for config in schedulers)])
     run.start_hooks = start_hooks.StartHooks() if start_hooks.is_needed(run) else None
+    run.numbers = Numbers(run)
     if checkpoint is not None:
         loaders |= snapshot.restore(run, module, checkpoint)
+        run.windows_per_epoch = loaders["train_loader"].num_windows(loaders["limit"])
     _train_mode(module)
     strategy.adopt_changes(run.wrapped)  # what configure_optimizers and on_load_checkpoint did
 

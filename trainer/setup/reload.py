@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lockstep.strategies.data.randomness import Randomness
 from lockstep.strategies.data.sharded_loader import ShardedLoader
+from lockstep.trainer.kept import numbers
 from lockstep.trainer.kept.agreed import alike
 from lockstep.trainer.kept.identity import Reference
 from lockstep.trainer.kept.owners import has_no_state, is_of_program
@@ -77,6 +78,8 @@ class Seen:
     """Those that are others now, while somebody still holds the former objects."""
     lengths: list[int] = field(default_factory=list)
     """Of the data that is trained on."""
+    numbers: dict[str, int | None] = field(default_factory=dict)
+    """Of the Trainer: `Numbers.now`."""
     weights: bool = False
     """Whether loader methods have read weights, which are those of the start of the epoch there."""
 
@@ -155,7 +158,7 @@ class Reload:
             getattr(run, name).update(own)
         device = run.strategy.topology.device
         as_seen = run.attributes.as_seen(seen.attributes, later, seen.same, seen.moved_on, device)
-        with self._buffers_as_seen() as resized, as_seen as missing:
+        with self._buffers_as_seen() as resized, numbers.as_seen(run, seen.numbers), as_seen as missing:
             made = make(run, self._module, self._sources)
             self._held = run.attributes.held()
         for name in _SHOWN:
@@ -182,7 +185,7 @@ class Reload:
         run = self._run
         metrics = {name: {key: float(value) for key, value in getattr(run, name).items()} for name in _SHOWN}
         buffers = {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
-        return Seen(self._due(), run.progress.global_step, metrics, attributes, buffers)
+        return Seen(self._due(), run.progress.global_step, metrics, attributes, buffers, numbers=numbers.now(run))
 
     def _buffers(self) -> dict[str, Tensor]:
         return {
@@ -246,12 +249,10 @@ def train_loader(
             "fit needs training data: give train_dataloaders, or a DataModule or Module with train_dataloader"
         )
     overfit = arguments.overfit_batches
-    accumulate = run.accumulate_grad_batches
-    if plan is None:
-        run.accumulation_at_start = accumulate
-        saved = None if checkpoint is None else checkpoint.state.get("accumulation")
-        if checkpoint is not None and saved is not None and saved["at_start"] == accumulate:  # hooks had changed it
-            accumulate, run.accumulate_grad_batches = checkpoint.state["windows"]["accumulate"], saved["now"]
+    accumulate = run.accumulation_at_start if plan is None else plan["accumulate"]
+    saved = None if checkpoint is None else checkpoint.state.get("accumulation")
+    if checkpoint is not None and plan is None and saved is not None and saved["at_start"] == accumulate:
+        accumulate = checkpoint.state["windows"]["accumulate"]  # hooks had changed it
     loader = run.strategy.shard_loader(
         source,
         seed=derive(run.seed, "train"),
@@ -270,7 +271,10 @@ def train_loader(
         done = loader.resume_windows(checkpoint.state["windows"], seen, whole=not module.automatic_optimization)
         if done is not None and run.is_global_zero:
             _log.info(done)
-    return loader, *_measured(run, loader)
+    limit, num_batches = _measured(run, loader)
+    if accumulate != run.accumulation_at_start and plan is None and num_batches is not None and not loader.splits:
+        run.windows_per_epoch = -(-num_batches // run.accumulation_at_start)  # as configure_optimizers had seen it
+    return loader, limit, num_batches
 
 
 def _measured(run: RunState, loader: ShardedLoader) -> tuple[int | None, int | None]:

@@ -140,6 +140,7 @@ def end(run: RunState, module: Module) -> None:
     if run.attributes is None:
         return
     otherwise = [] if run.start_hooks is None else run.start_hooks.end(run, module)
+    otherwise += run.numbers.note_begun() if run.numbers is not None else []
     of_run = [*run.optimizers.values(), *(config.scheduler for config in run.schedulers)]
     with nullcontext() if run.resumed is None else refused(run.resumed.path):
         otherwise += run.attributes.note_begun(of_run, run.start_hooks is not None)
