@@ -132,7 +132,11 @@ class WeightAveraging(Callback):
                 )
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        # What a callback before this saved at the end of a step or an epoch lacks what this does at it.
+        self.catch_up(trainer)
+
+    def catch_up(self, trainer: Trainer) -> None:
+        """Do in a resumed run, once, what a checkpoint lacks that a callback before this saved at the end of a step or
+        an epoch. Every rank calls it, once the checkpoint is loaded."""
         if self._last_step is None:
             self._last_step = trainer.global_step
         self._end_step(trainer)
@@ -228,13 +232,14 @@ class Averages(ParameterState):
         self.num_updates += 1
 
     @torch.no_grad()
-    def swap_in(self) -> None:
-        """Put the averages in the place of the weights, which are kept."""
+    def swap_in(self, for_a_save: bool = False) -> None:
+        """Put the averages in the place of the weights, which are kept. `for_a_save` leaves no trace in what tells
+        whether a hook has changed weights."""
         self.is_swapped = True
         self._training = {parameter: parameter.detach().clone() for parameter in self._average}
-        self._put(self._average)
+        self._put(self._average, for_a_save)
         if self.buffers is not None:
-            self.buffers.swap_in()
+            self.buffers.swap_in(for_a_save)
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if a parameter or buffer differs from the average that replaced it."""
@@ -250,20 +255,23 @@ class Averages(ParameterState):
         )
 
     @torch.no_grad()
-    def swap_out(self) -> None:
+    def swap_out(self, for_a_save: bool = False) -> None:
         """Put the weights back, in every bit."""
         if self.is_swapped:
-            self._put(self._training)
+            self._put(self._training, for_a_save)
             if self.buffers is not None:
-                self.buffers.swap_out()
+                self.buffers.swap_out(for_a_save)
         self._training.clear()
         self.is_swapped = False
 
-    def _put(self, values: dict[Tensor, Tensor]) -> None:
+    def _put(self, values: dict[Tensor, Tensor], for_a_save: bool) -> None:
         """Write values to parameters, and to those of other ranks in name only: ranks compare what is written to while
         hooks run."""
         for parameter in self.parameters():
-            if parameter in values:
+            if for_a_save:
+                if parameter in values:
+                    local(parameter).data.copy_(local(values[parameter]))
+            elif parameter in values:
                 parameter.copy_(values[parameter])
             elif not is_held(parameter):
                 parameter.mul_(1)
@@ -273,11 +281,11 @@ class Averages(ParameterState):
         if self.is_swapped or not self.num_updates:
             yield
             return
-        self.swap_in()
+        self.swap_in(for_a_save=True)
         try:
             yield
         finally:
-            self.swap_out()
+            self.swap_out(for_a_save=True)
 
     def tensors(self) -> dict[Tensor, dict[str, Tensor]]:
         return {p: {"average": self._average[p], "weights": weights} for p, weights in self._training.items()}
@@ -334,12 +342,12 @@ class BufferAverages:
             self._average[name] = torch.where(old.isinf() & (old == now[name]), old, self._average[name])
         self._average |= {n: b.to(_wide(b.dtype), copy=True) for n, b in now.items() if n not in self._average}
 
-    def swap_in(self) -> None:
+    def swap_in(self, for_a_save: bool = False) -> None:
         """Put the averages in the place of the buffers, which are kept."""
         now = self._buffers()
         self._training = {name: now[name].clone() for name in self._average}
         for name, average in self._average.items():
-            now[name].copy_(average)
+            (now[name].data if for_a_save else now[name]).copy_(average)
 
     def changed(self) -> str | None:
         """The first buffer that differs from the average that replaced it."""
@@ -349,12 +357,12 @@ class BufferAverages:
                 return name
         return None
 
-    def swap_out(self) -> None:
+    def swap_out(self, for_a_save: bool = False) -> None:
         """Put the buffers of training back, in those that are as they were."""
-        now = dict(self._module.named_buffers())
+        now = {name: local(buffer) for name, buffer in self._module.named_buffers()}
         for name, buffer in self._training.items():
             if name in now and now[name].shape == buffer.shape:
-                local(now[name]).copy_(buffer)
+                (now[name].data if for_a_save else now[name]).copy_(buffer)
         self._training.clear()
 
     def state_dict(self) -> dict[str, Any]:

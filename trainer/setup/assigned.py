@@ -17,6 +17,7 @@ from lockstep.trainer.run.hooks import is_users
 from lockstep.trainer.run.manual import HeldOptimizer
 from lockstep.trainer.setup import prepare, resume
 from lockstep.trainer.setup.optimizers import SchedulerConfig, scheduler_of
+from lockstep.trainer.setup.start_hooks import restore_again
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
@@ -87,7 +88,7 @@ def call(run: RunState, module: Module, loop: FitLoop, hooks: Calls, last: bool 
     saved = None if run.resumed is None else run.resumed.state.get("configured")
     if last and run.resumed is not None and (resume.are_assigned(run.configured) or resume.are_assigned(saved)):
         snapshot.check_configured(run, run.resumed)
-        snapshot.restore_optimizers(run, run.resumed)
+        restore_again(run, run.resumed)
 
 
 def _check(run: RunState, name: str, instead: str) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.callbacks.training.weight_averaging import WeightAveraging
 from lockstep.strategies.sync.collectives import all_gather
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.checkpoint.manifest import refused
@@ -26,6 +27,7 @@ from lockstep.trainer.seeding import rng_state, set_rng_state
 from lockstep.trainer.setup import resume
 
 if TYPE_CHECKING:
+    from lockstep.trainer.checkpoint.store import Checkpoint
     from lockstep.trainer.module import Module
     from lockstep.trainer.run.hooks import Calls
     from lockstep.trainer.run.state import RunState
@@ -96,7 +98,7 @@ class StartHooks:
         if resume.are_assigned(run.resumed.state.get("configured")):  # to optimizers that are there after the last hook
             snapshot.restore_weights(run, run.resumed.path, run.resumed)
         else:
-            snapshot.restore_optimizers(run, run.resumed)
+            restore_again(run, run.resumed)
         _take(module, run.optimizers, now)
 
     @contextmanager
@@ -149,6 +151,16 @@ def end(run: RunState, module: Module) -> None:
             f"hooks of the start have set {', '.join(otherwise[:5])} of a run that is resumed otherwise than as it was "
             "new: what they set holds"
         )
+
+
+def restore_again(run: RunState, checkpoint: Checkpoint) -> None:
+    """Load weights and the state of optimizers once more, and the averages of weights, with what these had made up for
+    since they were loaded first. Every rank calls it."""
+    snapshot.restore_optimizers(run, checkpoint)
+    for callback in run.callbacks:
+        if isinstance(callback, WeightAveraging):
+            snapshot.restore_callbacks(run, checkpoint, [callback])
+            callback.catch_up(run.trainer)
 
 
 def is_needed(run: RunState) -> bool:

@@ -359,7 +359,7 @@ class Mean(Callback):
         self.seen.append(module.net[1].running_mean.clone())
 
 
-def fit_normed(averaging: WeightAveraging, *more: Callback, ckpt_path: Any = None, **options: Any) -> Normed:
+def fit_normed(averaging: Callback, *more: Callback, ckpt_path: Any = None, **options: Any) -> Normed:
     torch.manual_seed(0)
     module = Normed()
     options = {"precision": "64-true", "split_batches": True, "max_epochs": 2, "accelerator": "cpu"} | options
@@ -493,6 +493,51 @@ def test_averages_that_begin_in_a_resumed_run_take_no_epoch_of_before(tmp_path: 
     second = WeightAveraging(0.5, update_every_n_steps=None)
     again, _ = fit(second, max_epochs=3, ckpt_path=tmp_path / "again")
     assert first.num_updates == second.num_updates == 2 and equal(weights(whole), weights(again))
+
+
+class SavesSteps(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}")
+
+
+def test_a_save_between_shares_of_one_rank_changes_no_weights(tmp_path: Path) -> None:
+    def averaging() -> WeightAveraging:
+        return WeightAveraging(0.5, use_buffers=True)
+
+    whole = fit_normed(averaging(), virtual_ranks=2)
+    saved = fit_normed(averaging(), SavesSteps(tmp_path), virtual_ranks=2)
+    resumed = fit_normed(averaging(), ckpt_path=tmp_path / "3", virtual_ranks=2)
+    for module in (saved, resumed):
+        assert all(map(torch.equal, module.state_dict().values(), whole.state_dict().values()))
+
+
+class Fills(Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        with torch.no_grad():
+            module.net[0].weight.fill_(0.1)
+
+
+class Assigns(Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.optimizers = [torch.optim.SGD(module.parameters(), 0.05)]
+
+
+@pytest.mark.parametrize("last", [Fills, Assigns])
+def test_a_hook_of_the_start_that_has_weights_loaded_again_takes_no_update_away(
+    last: type[Callback], tmp_path: Path
+) -> None:
+    def averaging() -> WeightAveraging:
+        return WeightAveraging(0.5, use_buffers=True, update_starting_at_step=2)
+
+    whole = fit_normed(averaging(), last())
+    saved = fit_normed(SavesSteps(tmp_path), averaging(), last())  # before the averages follow the step
+    assert all(map(torch.equal, saved.state_dict().values(), whole.state_dict().values()))
+    for step in (1, 3, 5, 9):
+        resumed = fit_normed(averaging(), last(), ckpt_path=tmp_path / f"{step}")
+        assert all(map(torch.equal, resumed.state_dict().values(), whole.state_dict().values())), step
 
 
 @pytest.mark.ranks
