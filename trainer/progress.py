@@ -24,6 +24,8 @@ class Progress:
     """Global samples consumed in the run."""
     validations: int = 0
     """Validations that this epoch's val_check_interval has had (over the run where it counts across epochs)."""
+    epoch_begun: bool = False
+    """The hooks at the start of the running epoch are done."""
     epoch_validated: bool = False
     """The validation at the end of the running epoch is done."""
     epoch_closed: bool = False
@@ -39,13 +41,14 @@ class Progress:
         """Begin the next epoch."""
         self.current_epoch += 1
         self.samples_seen = self.batches_seen = 0
-        self.epoch_validated = self.epoch_closed = self.publishes = False
+        self.epoch_begun = self.epoch_validated = self.epoch_closed = self.publishes = False
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        state = {"validated_at": 0, "ended_at": 0, "publishes": False, **state}  # which older checkpoints do not have
+        older = {"validated_at": 0, "ended_at": 0, "publishes": False, "epoch_begun": state.get("batches_seen", 0) != 0}
+        state = {**older, **state}  # what older checkpoints do not have
         if set(state) != set(asdict(self)):
             raise ValueError(f"progress must hold {sorted(asdict(self))}, but the checkpoint has {sorted(state)}")
         for name, value in state.items():

@@ -139,7 +139,7 @@ def _restore_attributes(run: RunState, checkpoint: Checkpoint) -> None:
     objects = ((), ()) if run.reload is None else run.reload.objects
     run.attributes.load_state_dict(state, run.strategy.topology.device, *objects)
     lost = run.attributes.lost(state)
-    within = (run.progress.batches_seen and not run.progress.epoch_closed) or run.reload is not None
+    within = (run.progress.epoch_begun and not run.progress.epoch_closed) or run.reload is not None
     if lost and run.is_global_zero and (within or checkpoint.world_size != run.world_size):
         _log.warning(
             "the checkpoint does not hold these attributes of the module, callbacks or DataModule, which hooks or "

@@ -144,9 +144,10 @@ def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, It
     progress = run.progress
     if run.reload is not None and not progress.batches_seen:
         run.reload(loop)
-    if not progress.batches_seen:
+    if not progress.epoch_begun:
         for hook in run.hooks.on_train_epoch_start:
             hook()
+        progress.epoch_begun = True
         if run.accumulate_grad_batches != loop.train_loader.plan["accumulate"]:
             reload.change_accumulation(run, loop)
     if follow_training(run, loop.train_loader):
