@@ -376,14 +376,16 @@ class MetricStore:
             )
 
     def _replace(self, entry: Entry, metric: Any) -> None:
-        """Show `metric` under the name of one that the module no longer has."""
-        self._check_place(entry.name, metric)
-        if self.path(entry.metric) is not None:
+        """Show `metric` under the name of one that the module no longer has; one of a replica counts there."""
+        old, new = self.path(entry.metric), self.path(metric)
+        if old is None:
+            self._check_place(entry.name, metric)
+            entry.metric = metric
+        elif new is not None:
             raise ValueError(
-                f"two metrics of {type(self.module).__name__}, {self.path(entry.metric)} and {self.path(metric)}, are "
-                f"logged as {entry.name!r}; give each a name of its own"
+                f"two metrics of {type(self.module).__name__}, {old} and {new}, are logged as {entry.name!r}; give "
+                "each a name of its own"
             )
-        entry.metric = metric
 
     def new(self, name: str, *flags: Any) -> Entry:
         """A name with flags as those of `Entry.flags`."""
