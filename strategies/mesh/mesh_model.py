@@ -16,11 +16,19 @@ from torch.utils._pytree import tree_leaves
 from lockstep.strategies.mesh import mixed_tensors
 from lockstep.strategies.mesh.structure import Structure
 from lockstep.strategies.mesh.tensor_plan.styles import SequenceSharding
-from lockstep.strategies.mesh.unsharded_writes import UnshardedWrites, is_freed, param_groups, refuse_kept
+from lockstep.strategies.mesh.unsharded_writes import (
+    UnshardedWrites,
+    has_gradient,
+    init_unsharded,
+    is_freed,
+    param_groups,
+    refuse_kept,
+)
+from lockstep.strategies.mesh.whole_model import Lender
 from lockstep.strategies.modules.casts import follow_casts
 from lockstep.strategies.modules.forwards import within_compiled
 from lockstep.strategies.modules.model_changes import replaced
-from lockstep.strategies.modules.parameter_hooks import copy_attributes, share_attributes
+from lockstep.strategies.modules.parameter_hooks import copy_attributes
 from lockstep.strategies.sync.call_order import END_FORWARD, CallOrder
 from lockstep.strategies.sync.collectives import local
 
@@ -207,12 +215,27 @@ class MeshModel(nn.Module):
             unit.set_reshard_after_backward(True, recurse=False)
         self.reused.clear()
         self._calls.clear()
-        for unit in self.units:
-            self.writes.write_back(unit)
-            unit.reshard()
+        self._reshard()
         if self.units and self._looks:
             self._looks -= 1
             refuse_kept(self.model)
+
+    def _reshard(self) -> None:
+        for unit in self.units:
+            self.writes.write_back(unit)
+            unit.reshard()
+
+    def begin_own_backward(self) -> None:
+        """Before a backward in a step of the user's own: have whole again what a graph of gradients computes with."""
+        if self._kept:
+            for unit in self.units:
+                unit.unshard()
+
+    def end_own_backward(self) -> None:
+        """After it: let the step find shards, with their gradients, also of what is kept whole for other graphs."""
+        if self._kept or self.reused:
+            self.follow_flags()
+            self._reshard()
 
     def _called(self, unit: Any, output: Any) -> None:
         """A forward hook of a block: see to what torch expects to be a block's only backward, without a graph of
@@ -220,11 +243,11 @@ class MeshModel(nn.Module):
         if not self.depth or not torch.is_grad_enabled():
             return
         if unit in self._calls:
-            self._reuse(unit, output)
+            self.reuse(unit, output)
         self._calls.add(unit)
-        self._watch(output)
+        self.watch(output)
 
-    def _reuse(self, unit: Any, output: Any) -> None:
+    def reuse(self, unit: Any, output: Any) -> None:
         """A block or a layer of it runs more than once in a step: its backward is over when that of all of them is."""
         if unit not in self.reused:
             self.reused.append(unit)
@@ -250,11 +273,11 @@ class MeshModel(nn.Module):
         self._held_back.clear()
         for unit in self.reused:
             for group in param_groups(unit):
-                if any(_has_gradient(parameter) for parameter in group.fsdp_params):
+                if any(has_gradient(parameter) for parameter in group.fsdp_params):
                     group.post_backward()
                     group.finalize_backward()
 
-    def _watch(self, output: Any) -> None:
+    def watch(self, output: Any) -> None:
         """Before the backward from `output` asks for a graph of itself, keep every parameter whole until `close`.
 
         The backward of a backward begins with the layers that torch would gather last.
@@ -307,7 +330,7 @@ class MeshModel(nn.Module):
         for parameter in self.unsharded:
             owner.pop(id(parameter), None)
         lenders = {
-            id(unit): _Lender(self, unit, {key for key, holder in owner.items() if holder is unit})
+            id(unit): Lender(self, unit, {key for key, holder in owner.items() if holder is unit})
             for unit in self.units
         }
         for unit in self.units:
@@ -321,7 +344,7 @@ class MeshModel(nn.Module):
                 for parameter in group.fsdp_params:  # torch calls it once values were loaded or converted
                     parameter.reset_sharded_param = functools.partial(self._reset, parameter)
                     follow_casts(parameter.sharded_param, parameter.reset_sharded_param)
-                    parameter.init_unsharded_param = functools.partial(_init_unsharded, parameter)
+                    parameter.init_unsharded_param = functools.partial(init_unsharded, parameter)
         if self.units:
             for group in param_groups(self):
                 self.writes.follow(group, lambda: self.manual)
@@ -338,60 +361,6 @@ class MeshModel(nn.Module):
                 found = {id(self)} if any(owner.get(id(p)) is self for p in module.parameters()) else set()
             for unit_id in found:
                 lenders[unit_id].watch(module, traced=module in traced)
-
-
-class _Lender:
-    """Makes a unit's parameters whole while a layer runs that was called without the unit."""
-
-    def __init__(self, wrapped: MeshModel, unit: Any, own: set[int]) -> None:
-        self._wrapped, self._unit = wrapped, unit
-        self._lent: list[nn.Module] = []
-        self._places = [
-            (module._parameters, name, p)
-            for module in unit.modules()
-            for name, p in module._parameters.items()
-            if id(p) in own
-        ]
-        """Where the unit's parameters are found, and what is found there while they are cut."""
-
-    def watch(self, module: nn.Module, traced: bool) -> None:
-        """Lend to `module`, which is `traced` where it lies within a compiled block (see `Plan`)."""
-        module.register_forward_pre_hook(self._before, prepend=True)
-        module.register_forward_hook(self._after, always_call=not traced)
-
-    def _before(self, module: nn.Module, args: Any) -> None:
-        parameters, name, cut = self._places[0]
-        if parameters[name] is cut:
-            self._unit.unshard()
-            self._lent.append(module)
-        elif self._wrapped.depth and self._unit in self._wrapped.reused:
-            self._lent.append(module)
-        elif self._wrapped.manual:
-            self._wrapped.follow_flags()
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._lent and self._lent[-1] is module:
-            self._lent.pop()
-            if not self._wrapped.depth:  # within a step, and where a backward recomputes, the backward frees it
-                if torch._C._current_graph_task_id() == -1:
-                    self._wrapped.close()
-            elif torch.is_grad_enabled():
-                self._wrapped._reuse(self._unit, output)
-                self._wrapped._watch(output)
-
-
-def _init_unsharded(parameter: Any) -> None:
-    """Let torch make the parameter that stands for a shard while it is gathered, with the shard's attributes."""
-    del parameter.init_unsharded_param  # torch makes one, and calls its own method in each step
-    parameter.init_unsharded_param()
-    share_attributes(parameter.sharded_param, parameter._unsharded_param)
-    follow_casts(parameter._unsharded_param)
-
-
-def _has_gradient(parameter: Any) -> bool:
-    if not hasattr(parameter, "_unsharded_param"):
-        return False
-    return parameter.unsharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None
 
 
 def _with_gradient(output: Any) -> list[Tensor]:

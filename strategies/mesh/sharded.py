@@ -250,10 +250,12 @@ class ShardedStrategy(ShardedOptimizers):
         loss = loss if weight == 1.0 else loss * weight
         loss = loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
         wrapped.synchronize(True)
+        wrapped.begin_own_backward()
         with self._one_backward(wrapped):
             wrapped(lambda: loss).backward()  # through the root, which frees and exchanges once the walk is over
             self.end_backward(wrapped)
             self._check_used(wrapped)
+        wrapped.end_own_backward()
 
     # ---- 4. checkpointing ------------------------------------------------------------------------
 

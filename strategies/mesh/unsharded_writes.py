@@ -13,6 +13,8 @@ from torch import Tensor
 from lockstep.strategies.base import StepHooks
 from lockstep.strategies.data.batch_slices import tensors_of
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.modules.casts import follow_casts
+from lockstep.strategies.modules.parameter_hooks import share_attributes
 from lockstep.strategies.sync.contents import checksum, same_values
 
 
@@ -242,3 +244,17 @@ def _part(whole: Tensor, parameter: Any) -> Tensor:
     each = -(-whole.size(dim) // size)  # as torch.chunk cuts, without making views of all shards
     start = min(rank * each, whole.size(dim))
     return whole.narrow(dim, start, min(each, whole.size(dim) - start))
+
+
+def init_unsharded(parameter: Any) -> None:
+    """Let torch make the parameter that stands for a shard while it is gathered, with the shard's attributes."""
+    del parameter.init_unsharded_param  # torch makes one, and calls its own method in each step
+    parameter.init_unsharded_param()
+    share_attributes(parameter.sharded_param, parameter._unsharded_param)
+    follow_casts(parameter._unsharded_param)
+
+
+def has_gradient(parameter: Any) -> bool:
+    if not hasattr(parameter, "_unsharded_param"):
+        return False
+    return parameter.unsharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None

@@ -111,3 +111,43 @@ def _write_back(sharded: Any, whole: nn.Parameter) -> None:
     if sharded.requires_grad != whole.requires_grad:
         sharded.requires_grad_(whole.requires_grad)
     put_gradient(sharded, whole.grad)
+
+
+class Lender:
+    """Makes a unit's parameters whole while a layer runs that was called without the unit."""
+
+    def __init__(self, wrapped: Any, unit: Any, own: set[int]) -> None:
+        self._wrapped, self._unit = wrapped, unit
+        self._lent: list[nn.Module] = []
+        self._places = [
+            (module._parameters, name, p)
+            for module in unit.modules()
+            for name, p in module._parameters.items()
+            if id(p) in own
+        ]
+        """Where the unit's parameters are found, and what is found there while they are cut."""
+
+    def watch(self, module: nn.Module, traced: bool) -> None:
+        """Lend to `module`, which is `traced` where it lies within a compiled block (see `Plan`)."""
+        module.register_forward_pre_hook(self._before, prepend=True)
+        module.register_forward_hook(self._after, always_call=not traced)
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        parameters, name, cut = self._places[0]
+        if parameters[name] is cut:
+            self._unit.unshard()
+            self._lent.append(module)
+        elif self._wrapped.depth and self._unit in self._wrapped.reused:
+            self._lent.append(module)
+        elif self._wrapped.manual:
+            self._wrapped.follow_flags()
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._lent and self._lent[-1] is module:
+            self._lent.pop()
+            if not self._wrapped.depth:  # within a step, and where a backward recomputes, the backward frees it
+                if torch._C._current_graph_task_id() == -1:
+                    self._wrapped.close()
+            elif torch.is_grad_enabled():
+                self._wrapped.reuse(self._unit, output)
+                self._wrapped.watch(output)

@@ -228,9 +228,13 @@ def test_what_would_be_lost_is_refused(how: str, why: str, strategy: str) -> Non
 
 
 class Reptile(Net):
-    """An inner optimizer made of what a `state_dict` left sharded, while the module is whole again."""
+    """An inner optimizer made of what a `state_dict` left sharded."""
 
     automatic_optimization = False
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.net.state_dict()
@@ -242,9 +246,49 @@ class Reptile(Net):
 
 
 @pytest.mark.ranks
-def test_an_inner_optimizer_of_sharded_parameters_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="return each optimizer from configure_optimizers and step it by"):
-        fit(Reptile(), "fsdp")
+def test_an_inner_optimizer_of_sharded_parameters_steps_them() -> None:
+    assert distance(fit(Reptile(), "fsdp"), fit(Reptile(), "single")) < 1e-12
+
+
+class ByHand(Net):
+    """Changes the gradients by hand after each of two backwards, which may be of one graph each, of two that are there
+    at once, or of gradients."""
+
+    automatic_optimization = False
+
+    def __init__(self, how: str, blocks: bool) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.how = how
+        if blocks:
+            self.net = nn.Sequential(Block(), Block(), *self.net)
+
+    def loss(self, batch: Any, scale: int) -> Tensor:
+        x = (batch[0] * scale).requires_grad_()
+        y = self.net(x)
+        if self.how != "gradients of gradients":
+            return F.cross_entropy(y, batch[1])
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return F.cross_entropy(y, batch[1]) + slope.square().sum(1).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, ahead = self.optimizers(), self.how != "one after the other"
+        losses = [self.loss(batch, scale) for scale in (1, 2)] if ahead else []
+        optimizer.zero_grad()
+        for i in range(2):
+            self.manual_backward(losses[i] if ahead else self.loss(batch, i + 1))
+            nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.5)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("blocks", [False, True], ids=["no blocks", "blocks"])
+@pytest.mark.parametrize("how", ["one after the other", "two graphs", "gradients of gradients"])
+def test_each_backward_of_a_step_leaves_gradients_that_its_code_can_change(how: str, blocks: bool) -> None:
+    assert distance(fit(ByHand(how, blocks), "fsdp"), fit(ByHand(how, blocks), "single")) < 1e-12
 
 
 class Attacks(Net):
