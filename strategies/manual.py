@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import compress
 from typing import Any
 
@@ -26,6 +26,7 @@ from lockstep.strategies.modules.user_edits import UserEdits
 from lockstep.strategies.precision import Precision
 from lockstep.strategies.sync import collectives
 from lockstep.strategies.sync.buffers import SharedBuffers
+from lockstep.strategies.sync.collectives import local
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
 
@@ -55,6 +56,7 @@ class UserChanges(SPMDHooks[W]):
         if self.meets_to_retrain and self._agreement is not None and self.capabilities.exact:
             self._changes.begin_step = functools.partial(self._begin_step, wrapped)
         self._changes.in_step = getattr(wrapped, "unsharded_by_name", tuple)
+        self._changes.gradients_apart = getattr(wrapped, "gradients_apart", nullcontext)
         if getattr(wrapped, "puts_back", False):
             self._changes.hold_places()
         self.adopt_changes(wrapped)
@@ -168,9 +170,10 @@ class ManualOptimization(UserChanges[W]):
         def watched(*args: Any, **options: Any) -> None:
             if self._sums:
                 return backward(*args, **options)
-            before = self._marks()
-            backward(*args, **options)
-            after = self._marks()
+            with nullcontext() if self._changes is None else self._changes.gradients_apart():
+                before = self._marks()
+                backward(*args, **options)
+                after = self._marks()
             if len(after) > len(self._watched) and after != before:  # zero_grad of an optimizer would not undo it
                 raise self._own_backward()
             self._by_hand += [p for p, one, other in zip(self._watched, before, after, strict=False) if one != other]
@@ -185,7 +188,7 @@ class ManualOptimization(UserChanges[W]):
         """What a backward changes: of the gradients of the model's parameters, and of those that it has whole."""
         whole = [] if self._changes is None else [p for _, p in self._changes.in_step()]
         gradients = (p.grad for p in [*self._watched, *whole])
-        return [None if gradient is None else collectives.local(gradient)._version for gradient in gradients]
+        return [None if gradient is None else local(gradient)._version for gradient in gradients]
 
     def _check_own_backward(self) -> None:
         """Raise RuntimeError where a gradient that is this rank's alone would be summed or stepped along."""
@@ -196,8 +199,9 @@ class ManualOptimization(UserChanges[W]):
 
     def _check_written(self) -> None:
         """Raise RuntimeError if a parameter that is whole for the step alone has a gradient, which would be lost."""
+        known = {id(p.grad) for p in self._watched}
         for name, parameter in () if self._changes is None else self._changes.in_step():
-            if parameter.grad is not None and collectives.local(parameter.grad).any():
+            if parameter.grad is not None and id(parameter.grad) not in known and local(parameter.grad).any():
                 raise RuntimeError(
                     f"the step has written the gradient of {name}, which {self.name} makes whole only while it "
                     "computes; call self.manual_backward(loss), which leaves gradients where they are stepped with"

@@ -26,7 +26,7 @@ from lockstep.strategies.mesh.unsharded_writes import (
 )
 from lockstep.strategies.mesh.whole_model import Lender
 from lockstep.strategies.modules.casts import follow_casts
-from lockstep.strategies.modules.forwards import within_compiled
+from lockstep.strategies.modules.forwards import any_compiled, within_compiled
 from lockstep.strategies.modules.model_changes import replaced
 from lockstep.strategies.modules.parameter_hooks import copy_attributes
 from lockstep.strategies.sync.call_order import END_FORWARD, CallOrder
@@ -225,11 +225,21 @@ class MeshModel(nn.Module):
             self.writes.write_back(unit)
             unit.reshard()
 
+    @contextmanager
+    def gradients_apart(self) -> Iterator[None]:
+        """Within it whole parameters do not have the gradients of their shards."""
+        self.writes.take_back()
+        yield
+        for unit in self.units if self.manual else ():
+            for group in param_groups(unit):
+                self.writes.lend(group)
+
     def begin_own_backward(self) -> None:
         """Before a backward in a step of the user's own: have whole again what a graph of gradients computes with."""
         if self._kept:
             for unit in self.units:
                 unit.unshard()
+        self.writes.take_back()
 
     def end_own_backward(self) -> None:
         """After it: let the step find shards, with their gradients, also of what is kept whole for other graphs."""
@@ -348,8 +358,12 @@ class MeshModel(nn.Module):
         if self.units:
             for group in param_groups(self):
                 self.writes.follow(group, lambda: self.manual)
-        inside = {module for block in blocks.values() for module in block.modules()}
         traced = within_compiled(self.model)
+        self.writes.lends = not any_compiled(self.model)
+        for unit in self.units:
+            for group in param_groups(unit):
+                self.writes.follow_gradients(group, lambda: self.manual)
+        inside = {module for block in blocks.values() for module in block.modules()}
         for module in self.model.modules():
             if module in inside:
                 found = {

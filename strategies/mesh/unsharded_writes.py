@@ -3,12 +3,14 @@ freed, after which it cannot be used."""
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from lockstep.strategies.base import StepHooks
 from lockstep.strategies.data.batch_slices import tensors_of
@@ -34,6 +36,56 @@ class UnshardedWrites:
         """Of each parameter that is followed the whole as torch gathers it."""
         self._gathered: dict[int, Tensor | int] = {}
         """In manual optimization what shards had when they were gathered: values, or a version on an accelerator."""
+        self.lends = True
+        """Whether whole parameters may have the gradients of shards: not where a compiler would trace these."""
+        self._lent: dict[int, tuple[Any, Any]] = {}
+        """Parameters, by their ids, whose whole has the gradient of its shard, and that gradient."""
+
+    def lend(self, group: Any) -> None:
+        """In a step of manual optimization: give whole parameters the gradients of their shards, which its code may
+        read, change, zero or drop (`module.zero_grad()`) before the next backward."""
+        for parameter in _gatherable(group) if group.is_unsharded else ():
+            whole, gradient = parameter._unsharded_param, parameter.sharded_param.grad
+            if gradient is None or whole.grad is not None or not self.lends:
+                continue
+            if gradient.dtype == whole.dtype and gradient.device == whole.device:
+                whole.grad = gradient
+                self._lent[id(parameter)] = parameter, gradient
+
+    def take_back(self, group: Any = None) -> None:
+        """Before a backward, and before whole parameters of a group are freed: take lent gradients back as the step
+        has left them, and drop those that it has dropped."""
+        for parameter in [parameter for parameter, _ in self._lent.values()] if group is None else group.fsdp_params:
+            gradient = self._lent.pop(id(parameter), (None, None))[1]
+            whole, shard = getattr(parameter, "_unsharded_param", None), parameter.sharded_param
+            if gradient is None or whole is None:
+                continue
+            returned = getattr(whole.grad, "_spec", None) == gradient._spec  # itself, or another in its place
+            if shard.grad is gradient:
+                shard.grad = whole.grad if returned else None
+            if returned:
+                whole.grad = None
+
+    def follow_gradients(self, group: Any, is_manual: Callable[[], bool]) -> None:
+        """From now on lend the parameters of this group their gradients while they are whole in such a step."""
+        to_sharded, to_unsharded, post_backward = group._to_sharded, group._to_unsharded, group.post_backward
+
+        def free() -> None:
+            self.take_back(group)
+            to_sharded()
+
+        def gather() -> None:
+            to_unsharded()
+            if is_manual() and torch._C._current_graph_task_id() == -1:  # a backward would add to them
+                self.lend(group)
+
+        def reduce(*args: Any) -> None:  # what a backward has left in whole parameters
+            self.take_back(group)
+            post_backward(*args)
+            if is_manual():
+                Variable._execution_engine.queue_callback(functools.partial(self.lend, group))
+
+        group._to_sharded, group._to_unsharded, group.post_backward = free, gather, reduce
 
     def follow(self, group: Any, is_manual: Callable[[], bool]) -> None:
         """From now on raise RuntimeError for a step of manual optimization that uses a whole parameter of this group

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,8 @@ class ModelChanges:
         """Where `current` finds the parameters; None if that has changed."""
         self.in_step: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
         """Gives by name what an engine has put in the place of parameters within a step."""
+        self.gradients_apart: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Takes from these, while it lasts, the gradients of the parameters, for a backward that would add to them."""
         self.retrained: list[str] = []
         """The names of parameters whose `requires_grad` was changed, which the strategy has not taken over yet."""
         self.begin_step: Callable[[], None] | None = None

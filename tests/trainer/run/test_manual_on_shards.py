@@ -364,3 +364,44 @@ def test_a_backward_of_one_rank_alone_is_refused_in_a_later_step_too(scales: boo
 def test_a_backward_of_one_rank_alone_is_refused(strategy: str, drops: bool) -> None:
     with pytest.raises(RuntimeError, match="training_step called backward, .* call self.manual_backward"):
         fit(Attacks("backward", drops), strategy)
+
+
+class Drops(Net):
+    """Drops, scales or replaces gradients by way of the module, as `how` says, while it is whole."""
+
+    automatic_optimization = False
+
+    def __init__(self, how: str, blocks: bool) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.how = how
+        if blocks:
+            self.net = nn.Sequential(Block(), Block(), *self.net)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, loss = self.optimizers(), F.cross_entropy(self.net(batch[0]), batch[1])
+        if self.how == "after gradients of inputs":
+            x = batch[0].clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+            loss = loss + slope.square().mean()
+        if self.how == "scaled":
+            for p in self.parameters():
+                if p.grad is not None:
+                    p.grad = p.grad * 0.5
+        elif self.how == "by the optimizer":
+            optimizer.zero_grad()
+        else:
+            self.zero_grad(set_to_none=self.how != "to zero")
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("norm", sum(p.grad.square().sum() for p in self.net[-1].parameters()).item())
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("blocks", [False, True], ids=["no blocks", "blocks"])
+@pytest.mark.parametrize("how", ["to none", "to zero", "scaled", "by the optimizer", "after gradients of inputs"])
+def test_what_a_step_does_to_gradients_of_whole_parameters_holds(how: str, blocks: bool) -> None:
+    assert distance(fit(Drops(how, blocks), "fsdp"), fit(Drops(how, blocks), "single")) < 1e-12
