@@ -208,7 +208,8 @@ class Replica(nn.Module):
         for parameter in parameters:
             used: torch.Tensor = parameter
             if id(used) in sparse:
-                used = F.embedding(torch.zeros(1, dtype=torch.int64, device=used.device), used, sparse=True)
+                rows = torch.zeros(0, dtype=torch.int64, device=used.device)  # of none: SparseAdam steps rows of zeros
+                used = F.embedding(rows, used, sparse=True)
             sums.append((torch.view_as_real(used) if used.is_complex() else used).sum().float())
         return torch.stack(sums).sum() * 0
 

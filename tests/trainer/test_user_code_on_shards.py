@@ -889,6 +889,21 @@ def test_sparse_gradients_where_a_rank_has_no_samples() -> None:
         fitted(Bag(), DeepSpeed(stage=1), 2, precision="32-true")
 
 
+class MovedBag(Bag):
+    """Its optimizer moves each row that a gradient has, also one of zeros; only the first step takes row 0."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = (batch[0].abs() * 3).long().clamp(0, 8) + (self.global_step > 0)
+        return F.cross_entropy(self.net(rows), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(self.parameters(), 0.1)
+
+
+def test_rows_of_which_no_sample_has_a_gradient_stay_where_a_rank_has_no_samples() -> None:
+    assert_as_on_one_process(MovedBag, "ddp", 2, n=UNEVEN)
+
+
 class Copied(Base):
     def on_train_start(self) -> None:
         copy.deepcopy(self.net)
