@@ -1,4 +1,4 @@
-"""A replica of the model on every rank, gradients averaged: torch.nn.parallel.DistributedDataParallel."""
+"""A replica of the model on every rank, gradients summed: torch.nn.parallel.DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ from lockstep.strategies.sync.step_agreement import StepAgreement
 class DDP(SPMDStrategy[Replica]):
     """Data parallelism: each rank holds the whole model and sees its share of the global batch.
 
-    Gradients are averaged by torch's DDP while the last backward of a window runs; the backwards before
+    Gradients are summed by torch's DDP while the last backward of a window runs; the backwards before
     it exchange nothing.
 
     `find_unused_parameters`: allow steps in which some parameters get no gradient (walks the graph every step).
     `static_graph`: promise that every step uses the same parameters in the same way. On three and more ranks a resumed
         run then sums its first two gradients in another order than the run that was not stopped.
-    `gradient_as_bucket_view`: gradients live in the communication buckets (saves one copy of them).
+    `gradient_as_bucket_view`: True: gradients live in the communication buckets, which saves the memory of one copy of
+        them; the next backward overwrites a gradient that an optimizer or a hook has kept.
     `broadcast_buffers`: True: rank 0's buffers overwrite the others' after each step; None: the same, but buffers that
         differ between ranks are refused, apart from statistics of BatchNorm and InstanceNorm; False: each rank keeps
         its own.
@@ -64,7 +65,7 @@ class DDP(SPMDStrategy[Replica]):
         *,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
-        gradient_as_bucket_view: bool = True,
+        gradient_as_bucket_view: bool = False,
         broadcast_buffers: bool | None = None,
         sync_batchnorm: bool = False,
         bucket_cap_mb: float | None = None,

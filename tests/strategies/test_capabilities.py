@@ -164,7 +164,7 @@ REFUSED = {"replicas": 2, "axes": "fsdp=2", "mesh": "ddp=2,pipeline=1"}
 EXCHANGES = {
     "find_unused_parameters": True,
     "static_graph": True,
-    "gradient_as_bucket_view": False,
+    "gradient_as_bucket_view": True,
     "bucket_cap_mb": 1.0,
     "broadcast_buffers": False,
     "sync_batchnorm": True,

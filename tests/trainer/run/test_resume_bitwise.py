@@ -68,7 +68,7 @@ def loader() -> Any:
 CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "ddp on 3": (lambda: "ddp", 3, {}),
     "ddp on 4, several buckets": (lambda: DDP(bucket_cap_mb=0.001), 4, {"precision": "32-true"}),
-    "ddp on 4, accumulating": (lambda: DDP(gradient_as_bucket_view=False), 4, {"accumulate_grad_batches": 2}),
+    "ddp on 4, accumulating": (lambda: DDP(gradient_as_bucket_view=True), 4, {"accumulate_grad_batches": 2}),
     "ddp on 4, a look for unused parameters": (lambda: DDP(find_unused_parameters=True), 4, {}),
     "fsdp on 3": (lambda: "fsdp", 3, {}),
 }
