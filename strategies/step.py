@@ -122,7 +122,7 @@ class SPMDStep(ManualOptimization[W]):
             if counting is not None and send is not None:
                 self._send(send, count, math.nan)
             result = self._receive(wrapped, self._agreement)
-        return self._conclude(wrapped, result, hooks, None if alone else window.num_samples) if result.count else result
+        return self._conclude(wrapped, result, hooks, None if alone else window.num_samples)
 
     def _run_manual(self, wrapped: W, step_fn: StepFn, window: Window, hooks: StepHooks) -> StepResult:
         """Only call the step, on padding too: it runs backward and steps by itself. Returns what the ranks conclude."""
@@ -221,7 +221,7 @@ class SPMDStep(ManualOptimization[W]):
 
     def _drop_gradients(self, wrapped: W) -> None:
         """Leave the optimizer nothing of this window."""
-        for parameter in wrapped.parameters():
+        for parameter in self._watched or wrapped.parameters():  # an engine may hold others while a step is open
             self.write_gradient(wrapped, parameter, None)
 
     def _conclude(self, wrapped: W, result: StepResult, hooks: StepHooks, weighed_by: int | None = None) -> StepResult:
@@ -230,7 +230,11 @@ class SPMDStep(ManualOptimization[W]):
         `weighed_by` is the number that losses were divided by until all ranks' counts were known; None if it was
         theirs. `after_backward` is called here for the last backward, with the gradient that the optimizer gets. On an
         accelerator the answer is left on the device, where a step can be skipped without the host waiting for it.
+        Of a window that counts nothing no gradient is left.
         """
+        if not result.count:  # the next window must not add these to its own
+            self._drop_gradients(wrapped)
+            return result
         scale = 1.0 if weighed_by is None else weighed_by / result.count
         if scale != 1.0 and not self.virtual_ranks and (mine := self.local_gradients(wrapped)):
             torch._foreach_mul_(mine, scale)

@@ -188,7 +188,7 @@ class DataParallel(SPMDStrategy):
         bad = None if math.isfinite(weighted) else "the loss of rank 0"
         loss = weighted * window.num_samples / count if count and self.topology.device.type == "cpu" else None
         result = StepResult(count, hooks.vote().stop, bad, loss)
-        return self._conclude(wrapped, result, hooks, window.num_samples) if count else result
+        return self._conclude(wrapped, result, hooks, window.num_samples)
 
     def _forward(
         self,

@@ -215,6 +215,7 @@ class ShardedStrategy(ShardedOptimizers):
             step_fn, hooks = steps.one_optimizer_each(wrapped, step_fn, hooks)
         hooks = refusing_returned(hooks)
         self._in_step, self._micro_batches = True, 0
+        wrapped.used.clear()  # a window that counts nothing leaves some
         try:
             bracket = nullcontext() if hooks.automatic else wrapped.open()
             by_class = steps.losses_by_class(self.options.loss_parallel and "tensor" in self._sizes)

@@ -144,9 +144,6 @@ class LearnerRounds(SPMDStrategy[W]):
 
         result = super().forward_backward(wrapped, step_fn, window, hooks._replace(vote=vote))
         self._turn.counted += result.count
-        if not result.count:  # no step follows, which would clear what padding has left
-            for parameter in wrapped.parameters():
-                parameter.grad = None
         if not self.ranks_meet or self._turn is not self._learners[-1]:
             return result._replace(stop=0, loss=None)
         result = result._replace(loss=None)  # that of one learner

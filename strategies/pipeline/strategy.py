@@ -361,9 +361,7 @@ class Pipeline(StagedStrategy):
             wrapped.shards.scatter()
         if result.count:
             wrapped.tied.sum_gradients()
-            return self._conclude(wrapped, result, hooks, window.num_samples)
-        self._drop_gradients(wrapped)  # zeros that went through the stages
-        return result
+        return self._conclude(wrapped, result, hooks, window.num_samples)
 
     def evaluate(
         self,

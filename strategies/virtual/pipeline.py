@@ -140,10 +140,7 @@ class VirtualPipeline(StagedStrategy, VirtualStep[Staged]):
         self.put_gradients(gradients.total())
         self._sum_tied(wrapped, shares)
         result = self._receive(wrapped, self._agreement, in_tree=True)
-        if result.count:
-            result = self._conclude(wrapped, result, hooks, window.num_samples)
-        else:
-            self._drop_gradients(wrapped)
+        result = self._conclude(wrapped, result, hooks, window.num_samples)
         if self._ranks.data_group is not None:
             share_buffers(self._buffered, self._ranks.data_group)
         return result

@@ -184,9 +184,8 @@ class VirtualStep(ShareHooks[W], SPMDStrategy[W]):
             result = StepResult(counted, vote.stop, bad, total / counted if counted and self._on_cpu else None)
         else:
             result = self.sum_numbers(self._receive(wrapped, self._agreement, in_tree=True), of_shares)
-        if not result.count:
-            return result
-        return self._conclude(wrapped, result, hooks, self.reduce_shares(window.num_samples, result.count))
+        weighed_by = self.reduce_shares(window.num_samples, result.count) if result.count else None
+        return self._conclude(wrapped, result, hooks, weighed_by)
 
     def evaluate(
         self,
