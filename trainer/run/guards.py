@@ -263,8 +263,8 @@ def check_ownership(module: Module, optimizers: Mapping[str, Optimizer]) -> list
                     raise ValueError(
                         f"optimizer {key!r} ({type(optimizer).__name__}) steps a tensor that is not a parameter of "
                         f"{type(module).__name__} "
-                        f"(number {j} of group {i}, shape {list(parameter.shape)}): build optimizers in "
-                        "configure_optimizers, of self.parameters()"
+                        f"(number {j} of group {i}, shape {list(parameter.shape)}): make it an nn.Parameter in "
+                        "__init__, and build optimizers in configure_optimizers, of self.parameters()"
                     )
     owned = _owned(optimizers.values())
     return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in owned]

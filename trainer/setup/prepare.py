@@ -158,7 +158,7 @@ def set_up_optimizers(
     checks.check_schedulers(module, named, schedulers)
     if not run.strategy.capabilities.synchronous:
         checks.refuse_monitor_in_step(run.strategy, schedulers)
-    unowned = check_ownership(module, named) if module.automatic_optimization else []
+    unowned = check_ownership(module, named)
     run.configured = resume.configured(named, schedulers) | {"assigned": assigned}
     if run.resumed is not None and not resume.are_assigned(run.resumed.state.get("configured")):
         snapshot.check_configured(run, run.resumed)
@@ -168,7 +168,7 @@ def set_up_optimizers(
     saving.follow_optimizers(run)
     handle = AutomaticOptimizer if module.automatic_optimization else ManualOptimizer
     run.user_optimizers = [handle(optimizer, run) for optimizer in run.optimizers.values()]
-    return closing, unowned
+    return closing, unowned if module.automatic_optimization else []
 
 
 def of_optimizers(

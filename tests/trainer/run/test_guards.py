@@ -398,6 +398,31 @@ def test_an_optimizer_of_other_parameters() -> None:
         quiet().fit(Stale(), loader())
 
 
+class Temperature(Module):
+    """Steps a tensor by hand that the module does not hold, whose gradient no strategy sums."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.log_alpha = torch.nn.Linear(8, 3), torch.zeros(1, requires_grad=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        raise AssertionError("a step began")
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net.parameters(), 0.1), torch.optim.SGD([self.log_alpha], 1.0)]
+
+
+def test_an_optimizer_of_other_tensors_in_manual_optimization() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"optimizer '1' \(SGD\) steps a tensor that is not a parameter of Temperature \(number 0 of group 0, "
+        r"shape \[1\]\): make it an nn.Parameter in __init__",
+    ):
+        quiet().fit(Temperature(), loader())
+
+
 def test_a_step_that_moves_nothing() -> None:
     class Lost(Net):
         """Rates far below what float32 can add to a weight."""
