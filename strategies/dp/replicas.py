@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -229,6 +231,12 @@ def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield parameter
+
+
+def holds_generators(model: nn.Module) -> bool:
+    """Whether an attribute of a module is a random generator, which all replicas would draw from."""
+    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    return any(isinstance(value, kinds) for module in model.modules() for value in vars(module).values())
 
 
 def metrics_of(model: nn.Module) -> list[Any]:

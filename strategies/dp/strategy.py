@@ -28,6 +28,7 @@ from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.devices import move, nth_device
 from lockstep.strategies.dp.replicas import (
     check_hooks,
+    holds_generators,
     join_state,
     metrics_of,
     parameters_of,
@@ -38,6 +39,7 @@ from lockstep.strategies.dp.replicas import (
 )
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.program.contexts import refuse_contexts
+from lockstep.strategies.launch.rng import has_drawn, stream_states
 from lockstep.strategies.losses import detach, own_backward_refused, split_loss
 from lockstep.strategies.modules.blocks import Rule, join_states
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, refuse_embeddings, remarked
@@ -59,8 +61,9 @@ class DataParallel(SPMDStrategy):
     The model is the first replica. What the step changes alike on all slices (a counter, a target network that it
     moves) changes once. An attribute that it sets by its samples cannot be read after the step, a buffer is refused;
     statistics of BatchNorm are those of the first slice, as in torch's DataParallel, and torchmetrics objects are
-    merged. A step that draws random numbers runs its slices one after the other, since threads would share one random
-    stream. Evaluation runs on the first device. The samples of a batch must be certain: see `SampleCutter`.
+    merged. If the first window draws random numbers, slices run one after the other, since threads would share one
+    random stream; a step that begins to draw later is refused. Evaluation runs on the first device. The samples of a
+    batch must be certain: see `SampleCutter`.
 
     `activation_checkpointing`: recompute the blocks' activations in the backward; True, or which blocks.
     """
@@ -80,6 +83,8 @@ class DataParallel(SPMDStrategy):
         super().__init__(activation_checkpointing=activation_checkpointing)
         self._threads: ThreadPoolExecutor | None = None
         self._draws = True
+        """Whether slices run one after the other, as steps draw random numbers."""
+        self._has_drawn = False
         self._suspects: dict[str, float] = {}
         """Buffers that may count samples."""
         self._counts: PartialCounts | None = None
@@ -98,7 +103,7 @@ class DataParallel(SPMDStrategy):
         if self._accelerator == "cuda":
             self.topology = replace(self.topology, device=torch.device("cuda", 0))
         self._cutter = None
-        self._draws = True  # until the first window has shown that it does not
+        self._draws, self._has_drawn = True, False  # until the first window has shown that it does not
         self._suspects.clear()
         self._counts = None
         self._threads = ThreadPoolExecutor(self.num_devices, thread_name_prefix="replica")
@@ -142,7 +147,6 @@ class DataParallel(SPMDStrategy):
         if not environment.in_plan():
             refuse_contexts("the threads of strategy 'dp'")
         self._cutter = self._cutter or SampleCutter()
-        random_state = torch.get_rng_state() if self._draws else None
         count, weighted, last = 0.0, 0.0, len(window.micro_batches) - 1
         for number, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
             slices = self._cutter.cut(micro_batch.batch, micro_batch.num_samples, self.num_devices)
@@ -183,8 +187,7 @@ class DataParallel(SPMDStrategy):
             micro_batch.output = detach(whole)
             if losses and hooks.after_backward is not None and number < last:
                 hooks.after_backward()
-        if random_state is not None:
-            self._draws = not torch.equal(random_state, torch.get_rng_state())
+        self._draws = self._draws and (self._has_drawn or holds_generators(wrapped))
         bad = None if math.isfinite(weighted) else "the loss of rank 0"
         loss = weighted * window.num_samples / count if count and self.topology.device.type == "cpu" else None
         result = StepResult(count, hooks.vote().stop, bad, loss)
@@ -217,9 +220,19 @@ class DataParallel(SPMDStrategy):
         (loss if self.precision.scaler is None else self.precision.scaler.scale(loss)).backward()
 
     def _run(self, work: Callable[..., Any], *slices: Iterable[Any]) -> list[Any]:
-        """`work` with what each slice has, in threads."""
+        """`work` with what each slice has, in threads. Raises RuntimeError if it has drawn random numbers in them."""
         assert self._threads is not None
-        return list((map if self._draws or environment.in_plan() else self._threads.map)(work, *slices))
+        streams = stream_states()
+        results = list((map if self._draws or environment.in_plan() else self._threads.map)(work, *slices))
+        apart = {"cuda"} if torch.cuda.device_count() >= self.num_devices else ()  # each slice has its device's own
+        self._has_drawn = self._has_drawn or has_drawn(streams, apart)
+        if self._has_drawn and not self._draws:
+            raise RuntimeError(
+                "training_step drew random numbers, but none in the first step, so strategy 'dp' ran slices in threads "
+                "that share one random stream, and no run could repeat this one; draw one in the first step too (such "
+                "as torch.rand(1)), or use strategy='ddp'"
+            )
+        return results
 
     def _device_of(self, index: int) -> torch.device:
         num_devices = torch.cuda.device_count() if self.topology.device.type == "cuda" else self.num_devices

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import threading
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -62,8 +66,6 @@ def test_runs_repeat_bit_by_bit_also_with_dropout() -> None:
 
 
 def test_slices_run_in_threads_on_parameters_of_their_own() -> None:
-    import threading
-
     seen: set[str] = set()
     both = threading.Barrier(
         2
@@ -84,6 +86,45 @@ def test_slices_run_in_threads_on_parameters_of_their_own() -> None:
         a.data_ptr() != b.data_ptr() and torch.equal(a, b)
         for a, b in zip(model.parameters(), copied.parameters(), strict=True)
     )
+
+
+class Drawing(Net):
+    """Scales its loss by a random number."""
+
+    def __init__(self, draw: Callable[[Drawing], float]) -> None:
+        super().__init__()
+        self.draw = draw
+        self.rng = np.random.default_rng(0) if draw is of_its_own else None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        IN_THREADS.append(threading.current_thread() is not threading.main_thread())
+        return super().training_step(batch, batch_idx) * (1 + self.draw(self))
+
+
+IN_THREADS: list[bool] = []
+
+
+def of_its_own(module: Drawing) -> float:
+    return module.rng.random()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("draw", [lambda _: random.random(), lambda _: np.random.rand(), of_its_own])
+def test_steps_that_draw_from_any_stream_run_slice_after_slice(draw: Any) -> None:
+    IN_THREADS.clear()
+    quiet(strategy="dp", devices=2).fit(Drawing(draw), loader(32))
+    assert len(IN_THREADS) == 8 and not any(IN_THREADS)
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), np.random.rand], ids=["torch", "numpy"])
+def test_a_step_that_begins_to_draw_after_the_first_is_refused_before_it_changes_anything(draw: Any) -> None:
+    torch.manual_seed(0)
+    module = Drawing(lambda m: draw() if m.global_step else 0.0)
+    with pytest.raises(RuntimeError, match="training_step drew random numbers, but none in the first step"):
+        quiet(strategy="dp", devices=2).fit(module, loader(32))
+    torch.manual_seed(0)
+    once = Drawing(lambda _: 0.0)
+    quiet(strategy="dp", devices=2, max_steps=1).fit(once, loader(32))
+    assert equal(weights(module), weights(once))
 
 
 def test_nested_batches_are_split_along_their_rows() -> None:
