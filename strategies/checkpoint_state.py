@@ -137,6 +137,8 @@ def unpack(value: Any, read: Callable[[str], Tensor]) -> Any:
         return _in_order(read(value["$tensor"]), value.get("order"))
     if "$array" in value:
         return unpack(value["$array"], read).numpy()
+    if "$value" in value:
+        return unpack(value["$value"], read)
     if "$path" in value:
         return Path(value["$path"])
     if "$config" in value:
@@ -215,25 +217,26 @@ def gather_state(
                 for i, group in enumerate(saved["param_groups"])
             ],
             "state": {
-                order[i]: {
-                    k: pack(v, f"optimizer/{key}/{order[i]}/{k}", state.tensors, shards[i]) for k, v in entry.items()
-                }
+                order[i]: _pack_entry(entry, f"optimizer/{key}/{order[i]}", state.tensors, shards[i])
                 for i, entry in saved["state"].items()
+                if isinstance(i, int)
             },
             **({"others": pack(others, f"attributes/{key}", state.tensors, shard)} if others else {}),
         }
     return state
 
 
+def _pack_entry(entry: Any, name: str, tensors: dict[str, TensorShard], shard: LocalShard) -> dict[str, Any]:
+    """An optimizer's state of one parameter as JSON data: by key, as almost all have it, or one value."""
+    if isinstance(entry, dict) and all(type(key) is str for key in entry):
+        return {key: pack(value, f"{name}/{key}", tensors, shard) for key, value in entry.items()}
+    return {"$value": pack(entry, f"{name}/$value", tensors, shard)}
+
+
 class Take(Protocol):
     """Reads a saved tensor, laid out as `like`, this run's own tensor of that meaning."""
 
     def __call__(self, reader: Reader, name: str, like: Tensor | None) -> Tensor: ...
-
-
-def read_whole(reader: Reader, name: str, like: Tensor | None) -> Tensor:
-    """The `Take` of a strategy whose tensors are whole on every rank."""
-    return reader.read(name)
 
 
 def restore_state(
@@ -260,20 +263,20 @@ def restore_state(
         groups = saved_groups(reader, key, [[order[i] for i in group["params"]] for group in current["param_groups"]])
         index = {name: i for i, name in enumerate(order)}
         parameters = dict(zip(order, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+        others = unpack(saved.get("others", {}), reader.read)
         optimizer.load_state_dict(
             {
                 "state": {
-                    index[name]: {
-                        k: unpack(v, functools.partial(take, reader, like=parameters[name])) for k, v in entry.items()
-                    }
+                    index[name]: unpack(entry, functools.partial(take, reader, like=parameters[name]))
                     for name, entry in saved["state"].items()
                     if name not in parameters or is_here(parameters[name])
-                },
+                }
+                | others.pop("state", {}),
                 "param_groups": [
                     taken(optimizer, key, group, now)
                     for group, now in zip(groups, current["param_groups"], strict=True)
                 ],
-                **unpack(saved.get("others", {}), reader.read),
+                **others,
             }
         )
 
@@ -373,13 +376,11 @@ def gather_whole(strategy: Strategy, state: State, keep: bool = True) -> Whole:
                 else torch.empty(sum(sizes), dtype=dtype)
             )
             flat = strategy.broadcast(flat, source)
-            for (name, _, shape, offsets, global_shape), part in zip(
-                rows, flat.split(sizes) if keep else (), strict=keep
-            ):
+            parts = flat.split(sizes) if keep else ()
+            for (name, _, shape, offsets, global_shape), part in zip(rows, parts, strict=keep):
                 target = whole.tensors.setdefault(name, torch.empty(global_shape, dtype=dtype))
-                target[tuple(slice(start, start + length) for start, length in zip(offsets, shape, strict=True))] = (
-                    part.view(shape)
-                )
+                place = tuple(slice(start, start + length) for start, length in zip(offsets, shape, strict=True))
+                target[place] = part.view(shape)
     return whole
 
 

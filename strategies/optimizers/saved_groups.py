@@ -30,7 +30,8 @@ def saves_itself(optimizer: Optimizer) -> bool:
 
 
 def others_of(key: str, optimizer: Optimizer, saved: dict[str, Any], is_spread: bool) -> dict[str, Any]:
-    """What the `state_dict` of a class, or a hook of it, has besides state and parameter groups.
+    """What the `state_dict` of a class, or a hook of it, has besides state and parameter groups, and as "state" what its
+    state has besides that of parameters.
 
     Raises ValueError where it lacks these, and where `is_spread`, as each rank steps other parameters.
     """
@@ -41,10 +42,13 @@ def others_of(key: str, optimizer: Optimizer, saved: dict[str, Any], is_spread: 
             f"{whose} has the keys {sorted(map(str, saved))}, but a checkpoint needs 'state' and 'param_groups' among "
             "them; add to what super().state_dict() returns"
         )
+    if of_none := {key: value for key, value in saved["state"].items() if not isinstance(key, int)}:
+        others["state"] = of_none
     if others and is_spread:
+        names = [*(str(name) for name in others if name != "state"), *(f"state[{key!r}]" for key in of_none)]
         raise ValueError(
-            f"{whose} has {shortened(sorted(map(str, others)))} besides state and param_groups, which each rank has of "
-            "the parameters that it steps; keep it in state or param_groups, or use strategy='ddp'"
+            f"{whose} has {shortened(sorted(names))} besides state and param_groups, which each rank has of the "
+            "parameters that it steps; keep it in the state of parameters or in param_groups, or use strategy='ddp'"
         )
     return others
 
