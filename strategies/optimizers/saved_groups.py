@@ -30,8 +30,8 @@ def saves_itself(optimizer: Optimizer) -> bool:
 
 
 def others_of(key: str, optimizer: Optimizer, saved: dict[str, Any], is_spread: bool) -> dict[str, Any]:
-    """What the `state_dict` of a class, or a hook of it, has besides state and parameter groups, and as "state" what its
-    state has besides that of parameters.
+    """What the `state_dict` of a class, or a hook of it, has besides state and parameter groups; as "state" what state
+    it has that is of no parameter.
 
     Raises ValueError where it lacks these, and where `is_spread`, as each rank steps other parameters.
     """

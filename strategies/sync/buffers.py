@@ -99,7 +99,6 @@ class SharedBuffers:
 
     def __init__(self, model: nn.Module, broadcast: bool | None, group: dist.ProcessGroup | None = None) -> None:
         self.model, self._broadcast, self._group = model, broadcast, group
-        self._modules = [module for module in model.modules() if _kept(module)]
         self._names = {module: name for name, module in model.named_modules()}
         self._looks = 0
         self.suspects: dict[str, float] = {}
@@ -111,27 +110,30 @@ class SharedBuffers:
         """Whether the next step is one whose numbers the host reads."""
         return self._broadcast is None and self._looks < _LOOKS
 
-    def _now(self) -> dict[str, torch.Size]:
+    def _now(self) -> dict[tuple[nn.Module, str], torch.Size | None]:
+        """The shapes of all that is in the state dict, also of what is None yet."""
         return {
-            f"{self._names[module]}.{name}".lstrip("."): buffer.shape
-            for module in self._modules
-            for name, buffer in _kept(module)
+            (module, name): None if buffer is None else buffer.shape
+            for module in self._names
+            if module._buffers
+            for name, buffer in module._buffers.items()
+            if name not in module._non_persistent_buffers_set
         }
+
+    def _path(self, place: tuple[nn.Module, str]) -> str:
+        return f"{self._names[place[0]]}.{place[1]}".lstrip(".")
 
     def adopt(self, places: Iterable[tuple[nn.Module, str]]) -> list[str]:
         """Share from here on what user code has put in these places between steps, on every rank. Returns the names
         of those that are new or have another shape."""
-        changed = []
-        for module, name in places:
-            if module not in self._names:
+        now, changed = self._now(), []
+        for place in places:
+            if place[0] not in self._names:
                 continue
-            kept, path = dict(_kept(module)), f"{self._names[module]}.{name}".lstrip(".")
-            if kept and module not in self._modules:
-                self._modules.append(module)
-            before, now = self._shapes.pop(path, None), kept.get(name)
-            if now is not None:
-                self._shapes[path] = now.shape
-            changed += [path] * (before != (None if now is None else now.shape))
+            if self._shapes.pop(place, None) != now.get(place):
+                changed.append(self._path(place))
+            if place in now:
+                self._shapes[place] = now[place]
         if changed:
             self._looks = 0
         return changed
@@ -139,20 +141,25 @@ class SharedBuffers:
     def share(self, had_samples: bool) -> None:
         """Every rank of the group calls it after a step. Raises RuntimeError for a buffer that differs from rank 0's,
         on a rank that `had_samples` in all of the step."""
-        if self._broadcast is False or not self._modules:
+        if self._broadcast is False:
             return
         if (shapes := self._now()) != self._shapes:
-            changed = sorted(name for name in shapes | self._shapes if shapes.get(name) != self._shapes.get(name))
-            raise RuntimeError(
-                f"the shape of a buffer changed in a step ({', '.join(changed[:5])}), so ranks cannot share it; give "
-                "it one shape, register it with persistent=False, or give the strategy broadcast_buffers=False"
-            )
+            places = [place for place in shapes | self._shapes if shapes.get(place) != self._shapes.get(place)]
+            if places:
+                raise RuntimeError(
+                    f"the shape of a buffer changed in a step ({', '.join(sorted(map(self._path, places))[:5])}), so "
+                    "ranks cannot share it; register it in __init__ with a tensor of that shape, or with "
+                    "persistent=False, or give the strategy broadcast_buffers=False"
+                )
+        if not shapes:
+            return
         compares = self._broadcast is None and had_samples
         self._looks += compares
-        differing = share_buffers(self._modules, self._group, compares, waits=self._looks <= _LOOKS, caches=False)
-        if not differing:
+        modules = dict.fromkeys(module for module, _ in shapes)
+        others = share_buffers(modules, self._group, compares, waits=self._looks <= _LOOKS, caches=False)
+        if not others:
             return
-        names = sorted(name for name, buffer in self.model.named_buffers() if id(buffer) in differing)
+        names = sorted(name for name, buffer in self.model.named_buffers() if id(buffer) in others)
         raise RuntimeError(
             f"after a step the ranks hold different values of a buffer ({', '.join(names[:5])}), computed from the "
             "samples of each, and none of them is that of one process; sum what goes into it over the ranks "
