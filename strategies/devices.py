@@ -1,19 +1,15 @@
-"""Which devices a run has, and how a batch comes to one."""
+"""Which devices a run has."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import difflib
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lockstep.strategies.launch import environment
-from lockstep.strategies.precision import dtype_of
 
 
 def resolve_accelerator(accelerator: str) -> str:
@@ -148,59 +144,3 @@ def device_index(world: environment.World | None, visible: int, environ: Mapping
         "as many ranks as "
         "devices, or show each rank one device"
     )
-
-
-def move(
-    batch: Any,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    copies: torch.cuda.Stream | None = None,
-    kept: str | None = None,
-) -> Any:
-    """`batch` with its tensors on `device`, floating point ones cast to `dtype` where it is given.
-
-    What comes from the host is copied on the stream `copies`, for which the caller then lets the current stream wait.
-    Tensors on a device of the type `kept` stay there.
-    """
-    if isinstance(batch, Tensor):
-        to = None if dtype is None else dtype_of(batch, dtype)
-        if kept is not None and batch.device.type == kept:
-            return batch
-        if batch.device == device and (to is None or batch.dtype == to):
-            return batch
-        if copies is None or batch.device.type != "cpu" or type(batch) is not Tensor or batch.layout != torch.strided:
-            return batch.to(device, to, non_blocking=True)
-        with torch.cuda.stream(copies):
-            moved = batch.to(device, to, non_blocking=True)
-        moved.record_stream(torch.cuda.current_stream())
-        return moved
-    if isinstance(batch, list):
-        return [move(item, device, dtype, copies, kept) for item in batch]
-    if isinstance(batch, (str, bytes, int, float, type(None))):
-        return batch
-    if isinstance(batch, Mapping):
-        items = {key: move(value, device, dtype, copies, kept) for key, value in batch.items()}
-        if type(batch) is dict:
-            return items
-        if isinstance(batch, MutableMapping):  # with the attributes that it has beside its items
-            whole = copy.copy(batch)
-            whole.update(items)
-            return whole
-        try:
-            return type(batch)(items)  # type: ignore[call-arg]
-        except TypeError:
-            return items
-    if isinstance(batch, tuple):
-        parts = [move(item, device, dtype, copies, kept) for item in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
-    if hasattr(batch, "to") and callable(batch.to):
-        moved = batch.to(device)
-        return batch if moved is None else moved
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {
-            f.name: move(getattr(batch, f.name), device, dtype, copies, kept)
-            for f in dataclasses.fields(batch)
-            if f.init
-        }
-        return dataclasses.replace(batch, **fields)
-    return batch

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from lockstep.strategies.base import Topology
-from lockstep.strategies.devices import move, nth_device
+from lockstep.strategies.data.batch_slices import move_in_place
+from lockstep.strategies.devices import nth_device
 from lockstep.strategies.modules.blocks import Rule, balance, closed_layers
+from lockstep.strategies.modules.model_changes import refuse_unready
 from lockstep.strategies.spmd import SPMDStrategy
 
 
@@ -46,6 +48,7 @@ class ModelParallel(SPMDStrategy):
         return self.topology
 
     def setup_module(self, model: nn.Module) -> nn.Module:
+        refuse_unready(model, self.name)
         count = self.num_devices
         self.device_map = balanced(model, count) if self._given is None else self._checked(model, self._given)
         self._check_shared(model)
@@ -145,7 +148,7 @@ class _Mover:
         self._device = device
 
     def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return move(args, self._device, None), move(kwargs, self._device, None)
+        return move_in_place(args, self._device), move_in_place(kwargs, self._device)
 
     def outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return move(output, self._device, None)
+        return move_in_place(output, self._device)

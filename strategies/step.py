@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, StepVote, W
+from lockstep.strategies.data.batch_slices import move
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
-from lockstep.strategies.devices import move
 from lockstep.strategies.launch import fault_injection
 from lockstep.strategies.losses import Weighted, detach, run_own, split_loss, trained
 from lockstep.strategies.manual import ManualOptimization

@@ -1,15 +1,17 @@
-"""Cutting a batch along its samples."""
+"""Cutting a batch along its samples, and bringing it to a device."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.strategies.data.sample_axis import (
     ACROSS,
@@ -18,10 +20,14 @@ from lockstep.strategies.data.sample_axis import (
     WHOLE,
     Repeated,
     Shown,
+    is_container,
     items_of,
     moves_itself,
     sized,
+    with_items,
+    with_tensors,
 )
+from lockstep.strategies.precision import dtype_of
 
 
 class Rows:
@@ -107,14 +113,6 @@ def copied(batch: Any) -> Any:
         return batch
 
 
-def parts_of(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass by name, then what else it or another object has in attributes."""
-    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
-    names = [field.name for field in fields if hasattr(value, field.name)]
-    names += sorted(getattr(value, "__dict__", {}).keys() - names)
-    return {name: getattr(value, name) for name in names}
-
-
 def made_of(kind: type, parts: Mapping[str, Any]) -> Any:
     """An object of class `kind` with what `parts_of` gives: without what its `__init__` would do to the fields."""
     base: Any = SimpleNamespace if issubclass(kind, SimpleNamespace) else object
@@ -165,22 +163,13 @@ class _Part:
         parts are."""
         if isinstance(batch, Tensor | np.ndarray):
             return self._tensor(batch, path, owner)
-        if isinstance(batch, Mapping):
-            return self._mapping(batch, path, owner)
-        if isinstance(batch, (list, tuple)):
-            return self._list(batch, path, owner)
-        if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-            part = copy.copy(batch)
-            for field in dataclasses.fields(batch):
-                held = self.of(getattr(batch, field.name), f"{path}.{field.name}", owner)
-                object.__setattr__(part, field.name, held)
-            return part
-        if moves_itself(batch):
-            part = copy.copy(batch)
-            for name, value in vars(batch).items():
-                part.__dict__[name] = self.of(value, f"{path}.{name}", type(batch).__name__)
-            return part
-        return batch
+        if isinstance(batch, list | tuple) and self._has_samples(batch, path):
+            return with_items(batch, batch[self.start : self.stop])
+        if not is_container(batch):
+            return batch
+        if moves_itself(batch) and not (isinstance(batch, Mapping | list | tuple) or dataclasses.is_dataclass(batch)):
+            owner = type(batch).__name__
+        return with_items(batch, [self.of(item, at, owner) for at, item in items_of(batch, path)])
 
     def _tensor(self, batch: Any, path: str, owner: str) -> Any:
         if batch.ndim == 0 or not self.num_rows:
@@ -197,24 +186,17 @@ class _Part:
         # with its own version: changing it changes no other rows
         return own if isinstance(own, np.ndarray) or own.requires_grad else own.data
 
-    def _mapping(self, batch: Any, path: str, owner: str) -> Any:
-        rows = {key: self.of(value, f"{path}[{key!r}]", owner) for key, value in batch.items()}
-        if type(batch) is dict or not isinstance(batch, MutableMapping):
-            return rows
-        part = copy.copy(batch)
-        part.update(rows)
-        return part
-
-    def _list(self, batch: Any, path: str, owner: str) -> Any:
-        is_named = hasattr(batch, "_fields")
-        shown = self.rows.of(batch, path) if self.num_rows and not is_named else None
-        if len(batch) == self.num_rows and self.num_rows:
-            if shown == ROWS or (shown is None and not has_rows(batch, self.num_rows)):  # one item a sample
-                return batch[self.start : self.stop]
-            if shown is None:
-                _check_items(batch, self.num_rows)
-        items = [self.of(item, at, owner) for at, item in items_of(batch, path)]
-        return items if isinstance(batch, list) else type(batch)(*items) if is_named else tuple(items)
+    def _has_samples(self, batch: Any, path: str) -> bool:
+        """Whether a list or tuple has one item a sample."""
+        if not self.num_rows or hasattr(batch, "_fields"):
+            return False
+        shown = self.rows.of(batch, path)
+        if len(batch) != self.num_rows:
+            return False
+        if shown is None and has_rows(batch, self.num_rows):
+            _check_items(batch, self.num_rows)
+            return False
+        return shown in (ROWS, None)
 
 
 def _check_items(batch: Sequence[Any], num_rows: int) -> None:
@@ -227,3 +209,60 @@ def _check_items(batch: Sequence[Any], num_rows: int) -> None:
             f"{num_rows} samples: it may hold one tensor a sample, or tensors of one row a sample; let the loader pad "
             "and stack them, or return a dict"
         )
+
+
+# ---- devices --------------------------------------------------------------------------------------
+
+
+def move(
+    batch: Any,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    copies: torch.cuda.Stream | None = None,
+    kept: str | None = None,
+) -> Any:
+    """`batch` with its tensors on `device`, floating point ones cast to `dtype` where it is given.
+
+    What comes from the host is copied on the stream `copies`, for which the caller then lets the current stream wait.
+    Tensors on a device of the type `kept` stay there.
+    """
+    if isinstance(batch, Tensor):
+        to = None if dtype is None else dtype_of(batch, dtype)
+        if kept is not None and batch.device.type == kept:
+            return batch
+        if batch.device == device and (to is None or batch.dtype == to):
+            return batch
+        if copies is None or batch.device.type != "cpu" or type(batch) is not Tensor or batch.layout != torch.strided:
+            return batch.to(device, to, non_blocking=True)
+        with torch.cuda.stream(copies):
+            moved = batch.to(device, to, non_blocking=True)
+        moved.record_stream(torch.cuda.current_stream())
+        return moved
+    if isinstance(batch, (str, bytes, int, float, type(None))):
+        return batch
+    if isinstance(batch, PackedSequence):  # a part of which stays on the host
+        data, whole = batch.data, cast(Any, batch)
+        if kept is not None and data.device.type == kept:
+            return batch
+        return whole.to(device, data.dtype if dtype is None else dtype_of(data, dtype))
+    moves = callable(getattr(batch, "to", None))
+    if isinstance(batch, Mapping | list | tuple) or (is_container(batch) and not moves):
+        return with_items(batch, [move(item, device, dtype, copies, kept) for _, item in items_of(batch, "")])
+    if moves:
+        moved = batch.to(device)
+        return batch if moved is None else moved
+    return batch
+
+
+def move_in_place(value: Any, device: torch.device) -> Any:
+    """`value`, which a layer is given or returns, with its tensors on `device`: in the same containers, as far as they
+    can be changed, as the layer and its caller may write to them."""
+
+    def to_device(item: Any) -> Any:
+        return item if all(t.device == device for t in tensors_of(item)) else move(item, device, None)
+
+    return with_tensors(value, to_device, _moves_whole)
+
+
+def _moves_whole(value: Any) -> bool:
+    return isinstance(value, Tensor | PackedSequence) or (moves_itself(value) and not isinstance(value, Mapping))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import operator
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -172,9 +173,84 @@ def items_of(value: Any, path: str) -> list[tuple[str, Any]]:
     if isinstance(value, list | tuple):
         names = [f".{name}" for name in getattr(value, "_fields", ())] or [f"[{i}]" for i in range(len(value))]
         return [(path + name, item) for name, item in zip(names, value, strict=True)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f"{path}.{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
-    return [(f"{path}.{name}", item) for name, item in vars(value).items()] if moves_itself(value) else []
+    return [(f"{path}.{name}", item) for name, item in parts_of(value).items()] if _has_parts(value) else []
+
+
+def is_container(value: Any) -> bool:
+    """Whether `value` is of a kind that `items_of` looks into."""
+    return isinstance(value, Mapping | list | tuple) or _has_parts(value)
+
+
+def with_items(value: Any, items: Sequence[Any], in_place: bool = False) -> Any:
+    """A container as `value` with `items` in the place of what `items_of` gives: a copy, made without its `__init__`,
+    which could change them. With `in_place` it is `value` itself, if that can be changed."""
+    if type(value) is list and not in_place:
+        return [*items]
+    if isinstance(value, tuple):
+        return _tuple_of(value, items)
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        whole = dict(zip(value, items, strict=True))
+        try:
+            return type(value)(whole)  # type: ignore[call-arg]
+        except TypeError:
+            return whole
+    made = value if in_place and not _is_frozen(value) else _copy_of(value)
+    if isinstance(value, list):
+        made[:] = items
+    elif isinstance(value, Mapping):
+        for key, item in zip([*value], items, strict=True):
+            made[key] = item
+    else:
+        for name, item in zip(parts_of(value), items, strict=True):
+            object.__setattr__(made, name, item)
+    return made
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def with_tensors(value: Any, change: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = is_tensor) -> Any:
+    """`value` with `change` of each tensor in it, in the same containers as far as they can be changed."""
+    if is_leaf(value):
+        return change(value)
+    held = [item for _, item in items_of(value, "")]
+    items = [with_tensors(item, change, is_leaf) for item in held]
+    return value if all(map(operator.is_, items, held)) else with_items(value, items, in_place=True)
+
+
+def parts_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name, then what else it or another object has in attributes."""
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    names = [field.name for field in fields if hasattr(value, field.name)]
+    names += sorted(getattr(value, "__dict__", {}).keys() - names)
+    return {name: getattr(value, name) for name in names}
+
+
+def _has_parts(value: Any) -> bool:
+    return (dataclasses.is_dataclass(value) and not isinstance(value, type)) or moves_itself(value)
+
+
+def _is_frozen(value: Any) -> bool:
+    return getattr(getattr(value, "__dataclass_params__", None), "frozen", False)
+
+
+def _tuple_of(value: Any, items: Sequence[Any]) -> Any:
+    try:
+        made = tuple.__new__(type(value), items)
+    except TypeError:  # a class of torch, such as torch.Size or what torch.max returns
+        return type(value)(items)
+    if hasattr(made, "__dict__"):
+        vars(made).update(vars(value))
+    return made
+
+
+def _copy_of(value: Any) -> Any:
+    made = copy.copy(value)
+    if isinstance(value, Mapping):  # of the user's, which may keep its items in a dict of its own
+        attributes = getattr(made, "__dict__", {})
+        attributes.update({name: copy.copy(held) for name, held in attributes.items() if isinstance(held, dict)})
+    return made
 
 
 def moves_itself(batch: Any) -> bool:
@@ -234,41 +310,17 @@ class SampleCutter:
             if self._shown.of(path, value) is None:
                 self._repeated.see(path, value)
             return _ranges(value, sizes)
-        if isinstance(value, Mapping):
-            return self._fields(
-                value, {key: (f"{path}[{key!r}]", item) for key, item in value.items()}, num_samples, sizes
-            )
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            fields = {name: (f"{path}.{name}", getattr(value, name)) for name in value._fields}
-            return [type(value)(**fields) for fields in self._cut_each(fields, num_samples, sizes)]
-        if isinstance(value, list | tuple):
-            if self._kind_of_list(value, path, num_samples) == "samples":
-                return _ranges(value, sizes)
-            cuts = self._cut_each({i: (f"{path}[{i}]", item) for i, item in enumerate(value)}, num_samples, sizes)
-            return [type(value)(fields.values()) for fields in cuts]
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {f.name: (f"{path}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-            return [dataclasses.replace(value, **fields) for fields in self._cut_each(fields, num_samples, sizes)]
+        is_list = isinstance(value, list | tuple) and not hasattr(value, "_fields")
+        if is_list and self._kind_of_list(value, path, num_samples) == "samples":
+            return [with_items(value, part) for part in _ranges(value, sizes)]
+        if is_list or isinstance(value, Mapping | tuple) or dataclasses.is_dataclass(value):
+            cuts = [self._cut(item, at, num_samples, sizes) for at, item in items_of(value, path)]
+            return [with_items(value, [cut[i] for cut in cuts]) for i in range(len(sizes))]
         raise ValueError(
             f"strategy 'dp' splits tensors, and lists, dicts and dataclasses of them, but {path} is of class "
             f"{type(value).__name__}, whose "
             "samples it does not know; return one of those from collate_fn, or use strategy='ddp'"
         )
-
-    def _cut_each(
-        self, values: Mapping[Any, tuple[str, Any]], num_samples: int, sizes: list[int]
-    ) -> list[dict[Any, Any]]:
-        cuts = {key: self._cut(value, path, num_samples, sizes) for key, (path, value) in values.items()}
-        return [{key: parts[i] for key, parts in cuts.items()} for i in range(len(sizes))]
-
-    def _fields(self, value: Any, fields: Any, num_samples: int, sizes: list[int]) -> list[Any]:
-        cuts = self._cut_each(fields, num_samples, sizes)
-        if type(value) is dict:
-            return cuts
-        try:
-            return [type(value)(part) for part in cuts]
-        except TypeError:
-            return cuts
 
     def _check_first(self, value: Any, path: str, num_samples: int) -> None:
         shown = self._shown.of(path, value)

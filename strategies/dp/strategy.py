@@ -23,9 +23,10 @@ from lockstep.strategies.base import (
     Strategy,
     Topology,
 )
+from lockstep.strategies.data.batch_slices import move
 from lockstep.strategies.data.sample_axis import SampleCutter
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
-from lockstep.strategies.devices import move, nth_device
+from lockstep.strategies.devices import nth_device
 from lockstep.strategies.dp.replicas import (
     check_hooks,
     holds_generators,

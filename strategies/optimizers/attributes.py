@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.checkpoint_state import Reader, TensorShard, pack, unpack
-from lockstep.strategies.devices import move
+from lockstep.strategies.data.batch_slices import move
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.optimizers.copies import HOOKS, REPLACED, WARNED
 from lockstep.strategies.sync.contents import checksum, generator_state

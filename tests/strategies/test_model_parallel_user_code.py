@@ -103,6 +103,16 @@ def test_a_parameter_that_layers_on_two_devices_share_is_refused() -> None:
         train(Tied, ModelParallel(device_map={"net.0": 0, "net.2": 0, "net.3": 1, "net.4": 1}), devices=2)
 
 
+def test_a_layer_without_parameters_yet_is_refused_by_name() -> None:
+    class Lazy(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[2] = nn.LazyLinear(12)
+
+    with pytest.raises(ValueError, match=r"net\.2 is a LazyLinear without parameters yet, which ModelParallel needs"):
+        train(Lazy, "model", devices=2)
+
+
 @pytest.mark.parametrize("kind", [Tied, Parametrized, Hooked, Unfreezes, OutOfOrder, Follows])
 def test_what_user_code_does_has_the_effect_of_one_device(kind: type[Module]) -> None:
     places = {"net.0": 0, "net.2": 0, "net.3": 0, "net.4": 1} if kind is Tied else None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.callbacks._support.parameter_state import ParameterState
 from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
-from lockstep.strategies.devices import move
+from lockstep.strategies.data.batch_slices import move
 from lockstep.strategies.modules.blocks import holds_states, join_states
 from lockstep.trainer.checkpoint.manifest import refused
 from lockstep.trainer.kept.agreed import alike

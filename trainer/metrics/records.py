@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.strategies.data import batch_slices
+from lockstep.strategies.data import batch_slices, sample_axis
 
 
 def is_record(value: Any) -> bool:
@@ -29,7 +29,7 @@ def parts_of(record: Any) -> dict[str, Any]:
         return dict(zip(record._fields, record, strict=True))  # type: ignore[attr-defined]
     if isinstance(record, Mapping):  # such as the outputs of Hugging Face's models
         return dict(record)
-    return batch_slices.parts_of(record)
+    return sample_axis.parts_of(record)
 
 
 def make(kind: type, parts: Mapping[str, Any]) -> Any:

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves
 
-from lockstep.strategies.data.batch_slices import made_of, parts_of
+from lockstep.strategies.data.batch_slices import made_of
+from lockstep.strategies.data.sample_axis import parts_of
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.parameter_hooks import copy_attributes, copy_module
 
