@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lockstep.strategies.mesh import mixed_tensors
-from lockstep.strategies.mesh.structure import Structure
+from lockstep.strategies.mesh.structure import Structure, keep_containers
 from lockstep.strategies.mesh.tensor_plan.styles import SequenceSharding
 from lockstep.strategies.mesh.unsharded_writes import (
     UnshardedWrites,
@@ -345,7 +345,7 @@ class MeshModel(nn.Module):
         }
         for unit in self.units:
             if unit is not self:
-                unit.register_forward_hook(lambda module, args, output: self._called(module, output))
+                keep_containers(unit, self._called)
                 # Between what torch does before and after the forward: gathers and frees.
                 unit.register_forward_pre_hook(lambda module, args: self.writes.look(module))
                 unit.register_forward_hook(lambda module, args, output: self.writes.write_back(module), prepend=True)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 
+from lockstep.strategies.data.batch_slices import tensors_of
+from lockstep.strategies.data.sample_axis import with_tensors
 from lockstep.strategies.mesh import mixed_tensors
 
 
@@ -67,3 +71,39 @@ logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
     lambda record: not re.search(r"\d sequential all_\w+ operations", record.getMessage())
 )  # of tensors sharded over two axes, made whole where somebody checks them
 mixed_tensors.install()
+
+
+def keep_containers(unit: Any, called: Callable[[nn.Module, list[Tensor]], None] | None = None) -> None:
+    """Let a sharded module write to the lists, dicts and dataclasses that it is given, as it can on one process.
+
+    In front of a forward FSDP takes the tensors in them one by one, as by itself it makes other containers, and what
+    it makes of these tensors goes back to where they were. What the forward has written to them is an output, too.
+    `called(unit, outputs)` follows.
+    """
+    state = unit._get_fsdp_state()
+
+    @torch.compiler.disable
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not kwargs and all(type(arg) is Tensor for arg in args):
+            return state._pre_forward(module, args, kwargs)
+        made = iter(state._pre_forward(module, tuple(tensors_of((args, kwargs))), {})[0])
+        return with_tensors((args, kwargs), lambda _: next(made))
+
+    @torch.compiler.disable
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
+        written = [tensor for tensor in tensors_of(given) if tensor.requires_grad and not _is_given(tensor)]
+        for tensor in written:
+            tensor.register_hook(state._pre_backward)
+        if called is not None:
+            called(module, tensors_of(output) + written)
+
+    for key, hook in unit._forward_pre_hooks.items():
+        if hook == state._pre_forward:
+            unit._forward_pre_hooks[key] = before
+    unit.register_forward_hook(after, with_kwargs=True)
+
+
+def _is_given(tensor: Tensor) -> bool:
+    """Whether FSDP has made it of a tensor that the module was given."""
+    return tensor.grad_fn is None or "RegisterPostBackward" in tensor.grad_fn.name()

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch import nn
+
 _OURS = {Path(__file__).parents[2] / folder for folder in ("trainer", "strategies", "callbacks")}
 INSTEAD = (
     "in a hook use whole ones, as in `with trainer.whole(module): ...`, module.grad_norm(), or gradient_clip_val to "
@@ -73,6 +75,17 @@ def explanation(error: BaseException, what: str) -> RuntimeError | None:
             "to a layer that is sharded over ranks; build the encoder with enable_nested_tensor=False, or use "
             "strategy='ddp' or 'fsdp'"
         )
+    if "RegisterPostBackwardFunction" in text and "modified inplace" in text:
+        return RuntimeError(
+            f"{what} calls {_innermost_module(error)}, which changes in place a tensor that it is given, as x += y "
+            "does, but FSDP ends the backward of a block at what the block is given; compute a new one, as in x = x + y"
+        )
+    if "setStorage" in text and "storage of size 0" in text:
+        return RuntimeError(
+            f"{what} runs backward through a tensor that FSDP does not know to come from a block, as the block has "
+            "written it to an object instead of returning it; return it, or write it to a list, dict or dataclass that "
+            "the block is given"
+        )
     if not isinstance(error, (RuntimeError, ValueError)):
         return None
     found = re.search(r"aten\.\w+", text)
@@ -94,6 +107,18 @@ def _came_through_mesh(error: BaseException) -> bool:
     while trace is not None and "strategies/mesh/" not in trace.tb_frame.f_code.co_filename:
         trace = trace.tb_next
     return trace is not None
+
+
+def _innermost_module(error: BaseException) -> str:
+    """The class of the last module in whose code the error arose."""
+    trace, found = error.__traceback__, "a block"
+    while trace is not None:
+        code, values = trace.tb_frame.f_code, trace.tb_frame.f_locals
+        owner = values.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, nn.Module) and code.co_name == "forward":
+            found = type(owner).__name__.removeprefix("FSDP")
+        trace = trace.tb_next
+    return found
 
 
 def _is_ours(error: BaseException) -> bool:

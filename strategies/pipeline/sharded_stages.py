@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 from lockstep.strategies.mesh.axes import sum_gradients_of, unshardable
-from lockstep.strategies.mesh.structure import Structure
+from lockstep.strategies.mesh.structure import Structure, keep_containers
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.parameter_hooks import keeping_attributes, share_attributes
 from lockstep.strategies.pipeline.stage_run import Stage
@@ -45,6 +45,8 @@ class Shards:
             with keeping_attributes(module):
                 fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
             sum_gradients_of(module)
+        for layer in self._layers:
+            keep_containers(layer)
         self.gathered = False
         """Whether parameters are whole at the moment, and gradients those of this rank."""
         self._model = staged.model
