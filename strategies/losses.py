@@ -75,6 +75,13 @@ def split_loss(output: Any, num_samples: int) -> tuple[Tensor | None, float, int
     )
 
 
+def has_loss(output: Any) -> bool:
+    """Whether a step returned something to run backward from: neither None nor a dict whose loss is None."""
+    while isinstance(output, Mapping) and "loss" in output:
+        output = output["loss"]
+    return output is not None
+
+
 def trained(parameters: Sequence[nn.Parameter] | None) -> list[nn.Parameter] | None:
     """Those that a backward can reach now; None for all of the model."""
     return None if parameters is None else [parameter for parameter in parameters if parameter.requires_grad]

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.strategies.base import StepFn, StepHooks
 from lockstep.strategies.launch.process_group import plain_group
-from lockstep.strategies.losses import StandIn
+from lockstep.strategies.losses import StandIn, detach, has_loss
 from lockstep.strategies.modules.model_changes import gradient_marks, partial_gradient, remarked
 from lockstep.strategies.modules.unused_parameters import drop_unused, refuse_unstepped, refuse_unused
 from lockstep.strategies.sync.all_reduce import AllReduce
@@ -190,12 +190,14 @@ class Replica(nn.Module):
         self._aside = []
 
     def loss(self, output: Any) -> Any:
-        """What the step returned; in place of None zero through every parameter, as DDP reduces in the backward."""
-        self._stands_in = output is None
-        if output is not None:
+        """What the step returned; in place of no loss zero through every parameter, as DDP reduces in the backward."""
+        self._stands_in = not has_loss(output)
+        if not self._stands_in:
             return output
         self.stood_in = True
-        return StandIn(self._zero_of(self._trained.values()), 0)
+        standing = StandIn(self._zero_of(self._trained.values()), 0)
+        standing.returned = detach(output)
+        return standing
 
     def _zero_of(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         """Zero, with a gradient of each parameter of the kind that its layer gives."""

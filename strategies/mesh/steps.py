@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.strategies.base import StepFn, StepHooks, Topology
 from lockstep.strategies.checkpoint_state import TensorShard
+from lockstep.strategies.losses import has_loss
 from lockstep.strategies.mesh.mesh import AXES
 from lockstep.strategies.mesh.options import Options
 from lockstep.strategies.modules.model_changes import ModelChanges, gradient_marks, own_backward, remarked, shortened
@@ -80,8 +81,8 @@ class Steps:
 
         def call(batch: Any, batch_idx: int) -> Any:
             output = run(*first, batch, batch_idx)
-            self._losses.post(math.inf if output is None else self._rank)
-            if output is None:  # the others do not wait
+            self._losses.post(self._rank if has_loss(output) else math.inf)
+            if not has_loss(output):  # the others do not wait
                 other = self._losses.reduced().lowest[0]
                 if other != math.inf:
                     raise RuntimeError(
@@ -104,13 +105,13 @@ def ending_with_loss(wrapped: nn.Module, call: StepFn) -> StepFn:
     def run(batch: Any, batch_idx: int) -> Any:
         nonlocal unreduced
         output = call(batch, batch_idx)
-        if output is None and wrapped.synchronizes and unreduced:
+        if not has_loss(output) and wrapped.synchronizes and unreduced:
             raise RuntimeError(
                 "training_step returned None for the last micro-batch of an accumulation window, in whose backward the "
                 "gradients of the others are reduced where parameters are sharded; return a loss without weight: "
                 "Loss(loss * 0, 0)"
             )
-        unreduced = not wrapped.synchronizes and (output is not None or unreduced)
+        unreduced = not wrapped.synchronizes and (has_loss(output) or unreduced)
         return output
 
     return run

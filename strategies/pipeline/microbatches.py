@@ -152,7 +152,8 @@ def runs(micro_batch: MicroBatch, cutter: Cutter) -> list[list[Part]]:
 def merged(outputs: list[tuple[Any, int]]) -> Any:
     """What a step has returned for the parts as what it would have returned for the whole: losses and other numbers
     averaged, numbers of samples added, tensors and lists joined, and so for what dicts, tuples, and lists of tensors
-    with a row a sample, hold. Of anything else it is what the last part returned."""
+    with a row a sample, hold. What a key holds that some parts lack is that of the others. Of anything else it is what
+    the last part returned."""
     outputs = [(value, n) for value, n in outputs if value is not None]
     if len(outputs) <= 1:
         return outputs[0][0] if outputs else None
@@ -168,7 +169,8 @@ def merged(outputs: list[tuple[Any, int]]) -> Any:
             return first
         return sum(value * n for value, n in outputs) / sum(n for _, n in outputs)
     if isinstance(first, Mapping):
-        return {key: merged([(value[key], n) for value, n in outputs]) for key in first}
+        keys = dict.fromkeys(key for value, _ in outputs for key in value)  # a part may lack what others have
+        return {key: merged([(value[key], n) for value, n in outputs if key in value]) for key in keys}
     if isinstance(first, list | tuple):
         return _merged_items(outputs)
     return outputs[-1][0]
