@@ -193,7 +193,7 @@ class DDP(SPMDStrategy[Replica]):
             wrapped.lay_out(order)
 
     def run_step(self, wrapped: Replica, step_fn: StepFn) -> StepFn:
-        return functools.partial(wrapped, step_fn)
+        return functools.partial(wrapped, batch_norm.with_loss(step_fn, self._synced) if self._synced else step_fn)
 
     def run_padding(self, wrapped: Replica, step_fn: StepFn) -> StepFn:
         """The step without effect, for the collectives that it calls, and a loss of zero."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.strategies.losses import has_loss
 from lockstep.strategies.sync.collectives import all_gather
 
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
@@ -121,6 +122,23 @@ def without_samples(layers: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for layer in layers:
             del layer.counts
+
+
+def with_loss(step_fn: Callable[..., Any], layers: Sequence[nn.Module]) -> Callable[..., Any]:
+    """`step_fn`, which then raises RuntimeError if it returns no loss while `layers` are in training mode: the other
+    ranks wait for them in the forward or the backward."""
+
+    def step(*args: Any) -> Any:
+        output = step_fn(*args)
+        if not has_loss(output) and any(layer.training for layer in layers):
+            raise RuntimeError(
+                "training_step returned no loss, but sync_batchnorm=True has the BatchNorm layers of all ranks wait "
+                "for each other, forward and backward; call the model for every batch, and return a loss without "
+                "weight: Loss(loss * 0, 0)"
+            )
+        return output
+
+    return step
 
 
 def statistics(layers: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:

@@ -102,3 +102,18 @@ def test_a_layer_that_a_failed_run_has_left_is_a_plain_one() -> None:
     assert torch.equal(layer(x), plain(x)) and torch.equal(layer.running_var, plain.running_var)
     batch_norm.restore([layer])
     assert type(layer) is nn.BatchNorm1d
+
+
+class Skipping(Normed):
+    """Has a loss on one of two ranks only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if torch.distributed.get_rank() else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.ranks
+def test_a_rank_without_a_loss_is_refused_before_the_others_wait_for_it() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"training_step returned no loss, but sync_batchnorm=True .*Loss\(loss \* 0"
+    ):
+        trained(Skipping(), 16, strategy=DDP(sync_batchnorm=True, timeout_s=60), devices=2)
