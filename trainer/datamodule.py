@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
 from lockstep.trainer.hparams import HyperParameters
 
 if TYPE_CHECKING:
+    from typing_extensions import Self  # of Python 3.11
+
     from lockstep.trainer.trainer import Trainer
 
 

@@ -157,7 +157,7 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, torch.nn.Module) and parametrize.is_parametrized(obj):
             plain = type(obj).__mro__[1]
             own = any("__getstate__" in vars(base) for base in plain.__mro__ if base is not object)
-            state = plain.__getstate__(obj) if own else dict(vars(obj))  # type: ignore[call-arg]
+            state = plain.__getstate__(obj) if own else dict(vars(obj))  # type: ignore[attr-defined]
             return _new, (plain,), state, None, None, _set_parametrized
         made = super().reducer_override(obj)
         by_name = isinstance(obj, type) or type(obj) in self.dispatch_table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from lockstep.trainer.kept.values import is_small
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # of Python 3.11
 
 
 class ReadsOf(TorchFunctionMode):

@@ -121,7 +121,7 @@ def mark_memory(compressor: Compressor, encodings: Sequence[Encoding], like: Ten
     for encoding in encodings:
         for key, value in encoding.memory.items():
             known = checksum(value, zlib.crc32(f"{encoding.name} {key}".encode(), known))
-    return torch.frombuffer(bytearray(known.to_bytes(4)), dtype=torch.uint8).to(like.device)
+    return torch.frombuffer(bytearray(known.to_bytes(4, "big")), dtype=torch.uint8).to(like.device)
 
 
 def check_memory(compressor: Compressor, marks: Sequence[Tensor]) -> None:

@@ -96,11 +96,12 @@ def _canonical(tree: dict[str, Any], lines: dict[Key, str]) -> tuple[dict[str, A
         elif not section:
             result[name] = tree[name]
         elif isinstance(given := result.get(section[0]), dict) and name in given:
+            place = (*section, name)
             raise error_at(
                 (name,),
                 origin,
-                f"is short for {section[0]}.{name}, which the same file sets as well ({lines[(*section, name)]}); "
-                "keep one of them",
+                f"is short for {section[0]}.{name}, which the same file sets as well ({lines[place]}); keep one of "
+                "them",
             )
         else:
             assign(result, (*section, name), tree[name], origin)
