@@ -4,6 +4,7 @@ a device or a stage of its own."""
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
@@ -228,12 +229,27 @@ def _has_list(module: nn.Module) -> bool:
 
 def is_of_user(module: nn.Module) -> bool:
     """Whether its class has code of the user's; FSDP makes another class of it."""
-    return bool(users_classes(module))
+    kind: Any = type(module)
+    return _is_of_user(kind)
+
+
+def is_of_torch(layer: nn.Module) -> bool:
+    """Whether its class is torch's, with no code of the user's or of an engine that might change its attributes."""
+    return not is_of_user(layer) and not any(cls.__module__.startswith("lockstep.") for cls in type(layer).__mro__)
 
 
 def users_classes(value: object) -> list[type]:
     """Its class and bases, but for those of torch and Lockstep."""
-    return [cls for cls in type(value).__mro__ if cls.__module__.partition(".")[0] not in _NOT_OF_USERS]
+    return _users_classes(type(value))
+
+
+def _users_classes(kind: type) -> list[type]:
+    return [cls for cls in kind.__mro__ if cls.__module__.partition(".")[0] not in _NOT_OF_USERS]
+
+
+@functools.lru_cache(1000)
+def _is_of_user(kind: Any) -> bool:
+    return bool(_users_classes(kind))
 
 
 def holds_states(metric: nn.Module) -> bool:

@@ -15,7 +15,8 @@ from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.strategies.data.batch_slices import move
 from lockstep.strategies.modules.blocks import holds_states, join_states
 from lockstep.trainer.checkpoint.manifest import refused
-from lockstep.trainer.kept.agreed import alike
+from lockstep.trainer.kept.agreed import alike, completed
+from lockstep.trainer.kept.owners import in_modes
 from lockstep.trainer.metrics.entry import COMBINE
 from lockstep.trainer.seeding import derive, has, rng_state, seed_everything, set_rng_state
 from lockstep.trainer.setup import resume
@@ -129,7 +130,8 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
 
 
 def _attributes(changes: Changes, name: str, tensors: dict[str, TensorShard]) -> dict[str, Any]:
-    state = changes.state_dict()
+    with in_modes(changes.modes):
+        state = changes.state_dict()
     return {"attributes": pack(state, name, tensors)} if state else {}
 
 
@@ -152,7 +154,11 @@ def _restore_attributes(run: RunState, checkpoint: Checkpoint) -> None:
 def attributes(run: RunState, checkpoint: Checkpoint) -> dict[str, Any]:
     """The attributes that this rank had saved; on another number of ranks, those in which all had the same."""
     saved = [_saved_by(checkpoint, rank, "attributes") for rank in _own_ranks(run, checkpoint)]
-    return saved[0] if checkpoint.world_size == run.world_size else alike(saved)
+    if checkpoint.world_size != run.world_size:
+        return alike(saved)
+    if not saved[0].get("elsewhere"):
+        return saved[0]
+    return completed(saved[0], [_saved_by(checkpoint, rank, "attributes") for rank in range(checkpoint.world_size)])
 
 
 def _own_ranks(run: RunState, checkpoint: Checkpoint) -> Sequence[int]:

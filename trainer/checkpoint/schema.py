@@ -254,7 +254,7 @@ def _are_changes(value: Any) -> bool:
         and _is_list(value.get("lost"), _is_str)
         and _is_list(value.get("on_device"), _is_str)
         and _is_dict(value.get("begun", {}), _is_object)
-        and all(_is_list(value.get(name, []), _is_str) for name in ("replaced", "left"))
+        and all(_is_list(value.get(name, []), _is_str) for name in ("replaced", "left", "caches", "elsewhere"))
         and _is_list(value.get("shared", []), lambda group: _is_list(group, _is_name))
     )
 

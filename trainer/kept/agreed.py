@@ -19,7 +19,20 @@ def alike(states: list[dict[str, Any]]) -> dict[str, Any]:
     groups = [kept for group in groups if len(kept := [each for each in group if shown(*each) not in lost]) > 1]
     found = {"values": values, "lost": sorted(lost), "on_device": on_device, "begun": begun}
     left = [name for state in states for name in state.get("left", []) if name not in lost]
-    return found | {"replaced": replaced, "left": left, "shared": groups}
+    caches = [*{name: None for state in states for name in state.get("caches", [])}]
+    return found | {"replaced": replaced, "left": left, "shared": groups, "caches": caches}
+
+
+def completed(own: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a rank has saved, with the buffers of layers that were on other ranks."""
+    elsewhere, others = {*own["elsewhere"]}, alike(states)
+    values = {path: dict(held) for path, held in own["values"].items()}
+    for path, held in others["values"].items():
+        found = {name: value for name, value in held.items() if shown(path, name) in elsewhere}
+        values |= {path: values.get(path, {}) | found} if found else {}
+    on_device = [*own["on_device"], *elsewhere.intersection(others["on_device"])]
+    caches = [*own["caches"], *elsewhere.intersection(others["caches"])]
+    return own | {"values": values, "on_device": on_device, "caches": caches}
 
 
 def _agreed(found: list[dict[str, dict[str, Any]]], lost: set[str]) -> dict[str, dict[str, Any]]:

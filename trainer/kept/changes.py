@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -18,10 +18,15 @@ from lockstep.trainer.kept.values import (
     MOST_ITEMS,
     NOTHING,
     Mark,
+    Marks,
+    absent_caches,
     as_it_is,
+    attributes,
+    caches_of,
     copied,
     encoded,
     fields,
+    in_state_dict,
     is_equal,
     is_free,
     is_same,
@@ -29,7 +34,6 @@ from lockstep.trainer.kept.values import (
     is_small,
     mark_of,
     moved,
-    not_of_users,
     on_host,
     put,
     storages,
@@ -47,10 +51,10 @@ _HPARAMS = "_hparams"
 
 
 class Changes:
-    """What user code has changed since a fit was set up in the attributes of the module, of layers of its own classes,
-    of callbacks and a DataModule of such classes that save no state by themselves, and of other objects of such classes
-    that these hold: numbers, strings, tensors, arrays, generators, small containers of them, and optimizers and
-    schedulers that are not the run's, which are saved, and other objects, which are not."""
+    """What user code has changed since a fit was set up in the attributes of the module and its layers, of callbacks
+    and a DataModule of the user's that save no state by themselves, and of objects of the user's that these hold:
+    numbers, strings, modes, tensors, arrays, generators, small containers of them, buffers that are not in the state
+    dict, and optimizers and schedulers that are not the run's, which are saved, and other objects, which are not."""
 
     def __init__(
         self, module: nn.Module, callbacks: Iterable[Callback] = (), datamodule: DataModule | None = None
@@ -65,6 +69,8 @@ class Changes:
         """Callbacks and the DataModule."""
         if datamodule is not None and is_of_program(datamodule):
             self._beside[_DATA] = datamodule
+        self.modes: Sequence[tuple[nn.Module, bool]] = ()
+        """Of an evaluation that runs the modes that layers have outside of it."""
         self._say = [path for path, each in self._beside.items() if not has_no_state(each)]
         """Which of them say by themselves what is saved."""
         self._of_run: list[Any] = []
@@ -85,7 +91,7 @@ class Changes:
         self._begun: dict[str, dict[str, Any]] = {}
         """By owner and name the values that hooks of the start have left; before they are called, those that they had
         left in the run that is resumed, and that it has changed since."""
-        self._begun_marks: dict[str, _Marks] = {}
+        self._begun_marks: dict[str, Marks] = {}
         self._resumed: dict[str, dict[str, Any]] = {}
         """Of those, and of owners that these hooks make, what the run that is resumed has."""
 
@@ -114,7 +120,7 @@ class Changes:
         }
         giving_way, resumed, self._resumed = [*self._giving_way(marks)], self._resumed, {}
         made = {path: found for path, found in marks.items() if not self._is_known(path, found.owner)}
-        for parent in self._at_start.values():
+        for parent in self._at_start.values() if made else ():
             for name, value in fields(parent.owner).items():
                 if any(found.owner is part for found in made.values() for part in parts(value)):
                     parent.marks[name] = mark_of(value, MOST_ITEMS)
@@ -135,7 +141,7 @@ class Changes:
         self._join(owners, given)
         return sorted(otherwise)
 
-    def _giving_way(self, marks: Mapping[str, _Marks]) -> Iterator[tuple[str, str, Any]]:
+    def _giving_way(self, marks: Mapping[str, Marks]) -> Iterator[tuple[str, str, Any]]:
         """What hooks of the start have left as when the run was new, or have yet to make, with the value that the run
         that is resumed has of it."""
         for path, values in self._resumed.items():
@@ -153,9 +159,9 @@ class Changes:
     def _is_known(self, path: str, owner: Any) -> bool:
         return path in self._at_start and self._at_start[path].owner is owner
 
-    def _left(self, marks: Mapping[str, _Marks]) -> dict[str, dict[str, Any]]:
+    def _left(self, marks: Mapping[str, Marks]) -> dict[str, dict[str, Any]]:
         """Copies of what may be found changed later; of what is large only if hooks may have made it."""
-        weights = storages((*self._module.parameters(), *self._module.buffers()))
+        weights = storages(in_state_dict(self._module))
         left: dict[str, dict[str, Any]] = {}
         for path, (owner, own) in marks.items():
             for name, mark in own.items():
@@ -199,15 +205,22 @@ class Changes:
         begun = {
             path: found for path in self._begun if path not in apart and (found := self._since_begun(path, all_marks))
         }
-        if not (values or lost or begun):
+        elsewhere = [shown(path, name) for path, owner in owners.items() for name in absent_caches(owner)]
+        if not (values or lost or begun or elsewhere):
             return {}
-        now = {
-            shown(path, n): fields(owners[path]).get(n) for path, own in values.items() if path in owners for n in own
-        }
+        places = [(path, name) for path, own in values.items() if path in owners for name in own]
+        now = {shown(path, name): fields(owners[path]).get(name) for path, name in places}
+        caches = [shown(path, name) for path, name in places if name in caches_of(owners[path])]
         replaced = self._replaced(self._first, now)
         state = {"values": values, "lost": [*dict.fromkeys(lost)], "on_device": on_device, "begun": begun}
         left = self._replaced(self._after_hooks, now)
-        return state | {"replaced": replaced, "left": left, "shared": shared(values, owners)}
+        return state | {
+            "replaced": replaced,
+            "left": left,
+            "shared": shared(values, owners),
+            "caches": caches,
+            "elsewhere": elsewhere,
+        }
 
     def held(self) -> dict[str, Reference]:
         """The objects that attributes are, where that can be known later."""
@@ -229,7 +242,7 @@ class Changes:
             self._living |= {*map(id, map(former.__getitem__, places))}
         return sorted(places)
 
-    def _since_begun(self, path: str, marks: Mapping[str, _Marks]) -> dict[str, Any]:
+    def _since_begun(self, path: str, marks: Mapping[str, Marks]) -> dict[str, Any]:
         """The values that hooks of the start left in an owner and that have changed since."""
         if path not in self._begun_marks:  # hooks of the start are still called
             return self._begun[path]
@@ -261,7 +274,7 @@ class Changes:
                     continue
                 place = shown(path, name)
                 fresh = place in moved_on or (place in state.get("replaced", ()) and place not in same)
-                take(owner, name, value, fresh)
+                take(owner, name, value, fresh, place in state.get("caches", ()))
                 if path in self._at_start:  # it is saved again, whatever the module began with
                     self._at_start[path].marks.pop(name, None)
         self._join(owners)
@@ -308,8 +321,8 @@ class Changes:
                 changed.add((path, name))
                 put_back.setdefault((path, name), as_it_is(before[path].owner, name))
                 value = moved(value, device) if shown(path, name) in seen["on_device"] else value
-                fresh = shown(path, name) in seen.get("replaced", ())
-                take(before[path].owner, name, copy.deepcopy(value), fresh)
+                fresh, is_cache = (shown(path, name) in seen.get(key, ()) for key in ("replaced", "caches"))
+                take(before[path].owner, name, copy.deepcopy(value), fresh, is_cache)
         within = self._marks(whole=True) if self._say else {}
         try:
             yield missing
@@ -339,8 +352,8 @@ class Changes:
         found = [(place, *place.rpartition(".")[::2]) for place in state.get("lost", [])]
         return [place for place, path, name in found if (path, name) not in self._by_hook]
 
-    def _changed(self, all_marks: Mapping[str, _Marks]) -> Iterator[tuple[str, Any, str, Any, Mark]]:
-        weights = storages((*self._module.parameters(), *self._module.buffers()))
+    def _changed(self, all_marks: Mapping[str, Marks]) -> Iterator[tuple[str, Any, str, Any, Mark]]:
+        weights = storages(in_state_dict(self._module))
         for path, (owner, marks) in all_marks.items():
             if path not in self._at_start or self._at_start[path].owner is not owner:  # built by a hook
                 continue
@@ -364,17 +377,18 @@ class Changes:
                 paths.add(place)
                 yield place, found
 
-    def _marks(self, whole: bool = False) -> dict[str, _Marks]:
+    def _marks(self, whole: bool = False) -> dict[str, Marks]:
         own = (vars(each).get(name) for each in self._of_run for name in ("state", "param_groups"))  # for wrappers
         known = {id(each) for each in (*self._of_run, *own)} - {id(None)}
         return {
-            path: _Marks(
+            path: Marks(
                 owner,
                 {
                     name: mark_of(value, MOST_ITEMS)
-                    for name, value in fields(owner).items()
-                    if name not in not_of_users(owner) and name.isidentifier() and not isinstance(value, nn.Module)
-                    if (name != _HPARAMS or value) and not known.issuperset(map(id, parts(value)))
+                    for name, value in attributes(owner).items()
+                    if name.isidentifier()
+                    and (name != _HPARAMS or value)
+                    and not known.issuperset(map(id, parts(value)))
                 },
             )
             for path, owner in self._owners()
@@ -384,8 +398,3 @@ class Changes:
     def _says(self, path: str) -> bool:
         """Whether it is, or is held by, what says by itself what is saved."""
         return any(path == each or path.startswith(f"{each}.") for each in self._say)
-
-
-class _Marks(NamedTuple):
-    owner: Any
-    marks: dict[str, Mark]

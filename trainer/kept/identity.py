@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.trainer.kept.owners import shown
-from lockstep.trainer.kept.values import MOST_ITEMS, SAVED, fields
+from lockstep.trainer.kept.values import MOST_ITEMS, SAVED, attributes, fields
 
 
 class _Held:
@@ -63,7 +63,7 @@ def is_replaced(reference: Reference, value: Any) -> bool:
 
 
 def references(owners: Mapping[str, Any]) -> dict[str, Reference]:
-    found = {shown(path, n): reference(value) for path, owner in owners.items() for n, value in fields(owner).items()}
+    found = {shown(path, n): reference(value) for path, own in owners.items() for n, value in attributes(own).items()}
     return {place: each for place, each in found.items() if each is not None}
 
 

@@ -7,7 +7,8 @@ import os
 import sys
 from abc import ABC
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from io import IOBase
 from types import SimpleNamespace
 from typing import Any, Generic, Protocol
@@ -17,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.launch.failure import libraries
-from lockstep.strategies.modules.blocks import is_of_user
-from lockstep.trainer.kept.values import STATEFUL, fields, not_of_users
+from lockstep.strategies.modules.blocks import is_of_torch, is_of_user
+from lockstep.trainer.kept.values import STATEFUL, attributes
 
 _DEPTH, _MANY, _MOST = 3, 64, 1000
 """How deep objects within objects are searched, the most items of a list or dict that are, and the most objects."""
@@ -41,15 +42,31 @@ def parts(value: Any) -> list[Any]:
 
 def iterators(owner: Any, known: set[int]) -> Iterator[str]:
     """The names of those of which nobody can tell where they are, and that are not `known`."""
-    for name, value in fields(owner).items():
+    for name, value in attributes(owner).items():
         if hasattr(type(value), "__next__") and not isinstance(value, IOBase) and id(value) not in known:
             yield name
 
 
 def layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Those whose attributes user code may set, by name: metrics are saved by themselves."""
+    metrics = [layer for layer in module.modules() if hasattr(layer, "metric_state")]
+    of_metrics = {part for metric in metrics for part in metric.modules()}
     for path, layer in module.named_modules():
-        if is_of_user(layer) and not hasattr(layer, "metric_state"):  # metrics are saved by themselves
+        if layer not in metrics and (is_of_user(layer) or (is_of_torch(layer) and layer not in of_metrics)):
             yield path, layer
+
+
+@contextmanager
+def in_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """While it lasts layers have these modes."""
+    before = [(layer, layer.training) for layer, _ in modes]
+    for layer, mode in modes:
+        layer.training = mode
+    try:
+        yield
+    finally:
+        for layer, mode in before:
+            layer.training = mode
 
 
 def is_of_program(owner: Any) -> bool:
@@ -67,8 +84,10 @@ def has_no_state(owner: Any) -> bool:
 
 def objects(owner: Any, path: str, seen: set[int], depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
     """Objects of the user's classes that an owner holds, by name; `seen` are the ids of those that were found."""
-    for name, value in fields(owner).items():
-        if name in not_of_users(owner) or not name.isidentifier():
+    if isinstance(owner, nn.Module) and not is_of_user(owner):  # of which numbers and strings are kept
+        return
+    for name, value in attributes(owner).items():
+        if not name.isidentifier():
             continue
         held: Iterable[tuple[Any, Any]] = ((name, value),)
         if type(value) is dict and len(value) <= _MANY:

@@ -8,11 +8,11 @@ import dataclasses
 import functools
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import PurePath
 from types import MemberDescriptorType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,19 +21,32 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.blocks import is_of_user
 from lockstep.strategies.sync.contents import generator_content, generator_of, generator_state, generators, same_values
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray}
 _CONTAINERS = {list, tuple, set, frozenset, deque}
 _MAPPINGS = {dict, OrderedDict, defaultdict, Counter}
 _LEAD_BACK = frozenset({"_trainer", "_module", "_toggled", "trainer"})
-NOT_OF_USERS = frozenset(vars(nn.Module())) | _LEAD_BACK
+_CACHES = "_non_persistent_buffers_set"
+_OF_MODULES = (frozenset(vars(nn.Module())) - {"training"}) | _LEAD_BACK
+
+
+def attributes(owner: Any) -> dict[str, Any]:
+    """The attributes that user code may set: of layers of torch's classes `training`, numbers, strings, tuples and
+    buffers that are not in the state dict."""
+    not_theirs, own = not_of_users(owner), fields(owner)
+    if isinstance(owner, nn.Module) and not is_of_user(owner):
+        caches = caches_of(owner)
+        own = {name: value for name, value in own.items() if type(value) in (*SAVED, tuple) or name in caches}
+    return {name: value for name, value in own.items() if name not in not_theirs and not isinstance(value, nn.Module)}
 
 
 def own_data(owner: Any) -> dict[str, Any]:
-    """The attributes of a module, DataModule or callback that are data: numbers, strings, tensors, arrays, and
-    containers and dataclasses of them."""
-    return {name: value for name, value in vars(owner).items() if name not in NOT_OF_USERS and _is_data(value)}
+    """The attributes of a layer, DataModule, callback or parameter that are data: numbers, strings, tensors, arrays,
+    and containers and dataclasses of them."""
+    return {name: value for name, value in attributes(owner).items() if _is_data(value)}
 
 
 def take_data(owner: Any, attributes: dict[str, Any]) -> None:
@@ -50,14 +63,39 @@ def take_data(owner: Any, attributes: dict[str, Any]) -> None:
 
 
 def fields(owner: Any) -> dict[str, Any]:
-    """The attributes of an object, those in slots of its class too; not by `__getattr__`, in which anything may
-    happen."""
+    """The attributes of an object, those in slots of its class too, and of a module buffers that are not in the state
+    dict; not by `__getattr__`, in which anything may happen."""
     kind: Any = type(owner)
     own, found = dict_of(owner), dict[str, Any]()
     for name, slot in slots(kind).items():
         with suppress(AttributeError):  # nothing is there
             found[name] = slot.__get__(owner, kind)
+    if own.get(_CACHES):
+        found |= caches_of(owner)
     return found | own if found else own
+
+
+def caches_of(owner: Any) -> dict[str, Tensor | None]:
+    """The buffers of a module that are not in the state dict."""
+    own = dict_of(owner)
+    caches = own.get(_CACHES, ())
+    return {name: buffer for name, buffer in own["_buffers"].items() if name in caches} if caches else {}
+
+
+def absent_caches(owner: Any) -> list[str]:
+    """The names of those that other ranks hold."""
+    return [name for name, buffer in caches_of(owner).items() if buffer is not None and not is_here(buffer)]
+
+
+def in_state_dict(module: nn.Module) -> Iterator[Tensor]:
+    """What the state dict holds."""
+    yield from module.parameters()
+    for layer in module.modules():
+        yield from (
+            buffer
+            for n, buffer in layer._buffers.items()
+            if n not in layer._non_persistent_buffers_set and buffer is not None
+        )
 
 
 def dict_of(owner: Any) -> dict[str, Any]:
@@ -79,7 +117,9 @@ def slots(kind: Any) -> dict[str, MemberDescriptorType]:
 def put(owner: Any, name: str, value: Any) -> None:
     """Past whatever its class does as an attribute is set, as a frozen one does."""
     kind: Any = type(owner)
-    if name in slots(kind):
+    if name in caches_of(owner):
+        owner._buffers[name] = value
+    elif name in slots(kind):
         slots(kind)[name].__set__(owner, value)
     else:
         vars(owner)[name] = value
@@ -114,6 +154,13 @@ Mark = tuple[Any, Any]
 NOTHING: Mark = ("", 0)
 
 
+class Marks(NamedTuple):
+    """Of what an owner holds, by name."""
+
+    owner: Any
+    marks: dict[str, Mark]
+
+
 def mark_of(value: Any, most: int, of_state: bool = False) -> Mark:
     """`most`: how many items a container has at most. `of_state`: it is in the state of an optimizer, on which there is
     no limit, and which knows by itself on which device each part is to be."""
@@ -121,9 +168,11 @@ def mark_of(value: Any, most: int, of_state: bool = False) -> Mark:
     if kind in SAVED:
         return (None if kind is int and value.bit_length() > _MOST_BITS else kind), value
     if isinstance(value, Tensor):
-        if kind is not Tensor or not _is_plain(value) or (value.nbytes > _MOST_BYTES and not of_state):
+        if kind is not Tensor or not _is_plain(value):
             return None, id(value)
-        return weakref.ref(value), object() if value.is_inference() else value._version
+        version = object() if value.is_inference() else value._version
+        is_saved = value.nbytes <= _MOST_BYTES or of_state
+        return (weakref.ref(value), version) if is_saved else (None, [id(value), version])
     if isinstance(value, np.ndarray | np.generic):
         if value.dtype.hasobject or value.nbytes > _MOST_BYTES:
             return None, id(value)
@@ -240,17 +289,21 @@ def encoded(value: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    return copy.deepcopy(on_host(encoded(value)))
+    return value if type(value) in SAVED else copy.deepcopy(on_host(encoded(value)))
 
 
 def on_host(content: Any) -> Any:
     return tree_map_only(Tensor, Tensor.cpu, content)
 
 
-def take(layer: Any, name: str, value: Any, fresh: bool = False) -> None:
+def take(layer: Any, name: str, value: Any, fresh: bool = False, is_cache: bool = False) -> None:
     """Give an attribute a value of `encoded`: in the object that is there, as whoever else holds it sees that too, or
-    with `fresh` in another."""
+    with `fresh` in another. `is_cache`: it is a buffer that is not in the state dict."""
+    if is_cache and name not in fields(layer):  # it was registered since
+        layer.register_buffer(name, None, persistent=False)
     now: Any = fields(layer).get(name)
+    if isinstance(now, Tensor) and not is_here(now):
+        return
     if fresh and not (issubclass(type(now), STATEFUL) or (isinstance(value, dict) and _STATE in value)):
         if isinstance(now, Tensor) and isinstance(value, Tensor) and now.is_leaf and value.is_floating_point():
             value = value.detach().requires_grad_(now.requires_grad)
@@ -308,7 +361,7 @@ def is_small(value: Any) -> bool:
 
 def not_of_users(owner: Any) -> frozenset[str]:
     """The attributes that are not the user's: of other objects than modules and callbacks only those that lead back."""
-    return NOT_OF_USERS if isinstance(owner, nn.Module) else _LEAD_BACK
+    return _OF_MODULES if isinstance(owner, nn.Module) else _LEAD_BACK
 
 
 def is_free(layer: Any, name: str) -> bool:

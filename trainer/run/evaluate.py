@@ -351,6 +351,8 @@ def _belongs(key: str, index: int, count: int) -> bool:
 def _evaluation_mode(run: RunState, module: Module, what: Stage, stage: str) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards every submodule has the mode that it had."""
     modes = [(child, child.training) for child in module.modules()]
+    if run.attributes is not None:
+        run.attributes.modes = modes
     what.to_eval()
     run.evaluating = stage
     try:
@@ -362,3 +364,5 @@ def _evaluation_mode(run: RunState, module: Module, what: Stage, stage: str) -> 
             what.to_train()  # `train` is the module's own, which some override to swap weights
         for child, mode in modes:
             child.training = mode
+        if run.attributes is not None:
+            run.attributes.modes = ()

@@ -113,13 +113,13 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     elif strategy.topology.data_rank > 0:  # a stream of its own; data rank 0 continues with the process's stream
         seed_everything(derive(run.seed, "noise", strategy.topology.data_rank))
     frozen.note(run, module)
+    _train_mode(module)
     run.attributes.begin([*named.values(), *(config.scheduler for config in schedulers)])
     run.start_hooks = start_hooks.StartHooks() if start_hooks.is_needed(run) else None
     run.numbers = Numbers(run)
     if checkpoint is not None:
         loaders |= snapshot.restore(run, module, checkpoint)
         run.windows_per_epoch = loaders["train_loader"].num_windows(loaders["limit"])
-    _train_mode(module)
     strategy.adopt_changes(run.wrapped)  # what configure_optimizers and on_load_checkpoint did
 
     training_step = training_step_of(module)
