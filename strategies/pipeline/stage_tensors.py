@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,6 +62,7 @@ class StageTensors:
         ]
         """Parameters of the modules around the layers: module and name. They belong to the first stage."""
         self._lost: list[_Lost] = []
+        self._caches: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
     def is_here(self, name: str) -> bool:
         """Whether this rank answers for the tensor `name` of the model's state."""
@@ -153,6 +155,23 @@ class StageTensors:
         self._model.to(self._device)
         for lost in self._lost:
             _put(lost, lost.absent)
+        self._caches = {name: (weakref.ref(buffer), buffer._version) for name, buffer in self._own_caches()}
+
+    def changed_caches(self) -> dict[str, Tensor]:
+        """By name the buffers of this rank's layers that are not in the state dict and that were written to."""
+        return {
+            name: buffer
+            for name, buffer in self._own_caches()
+            if (held := self._caches.get(name)) is None or held[0]() is not buffer or held[1] != buffer._version
+        }
+
+    def _own_caches(self) -> Iterator[tuple[str, Tensor]]:
+        paths = {module: path for path, module in self._model.named_modules()}
+        for layer, stage in zip(self._layers, self._stage_of, strict=True):
+            for child in layer.module.modules() if self._rank_of[stage] == self._rank else ():
+                for name in child._non_persistent_buffers_set:
+                    if (buffer := child._buffers.get(name)) is not None and buffer.layout is torch.strided:
+                        yield f"{paths[child]}.{name}", buffer
 
     def restore(self, values: Mapping[str, Tensor], shards: Any) -> None:
         """Make all parameters plain ones on the CPU with `values`, the whole tensors by name.

@@ -158,8 +158,10 @@ class StagedStrategy(SPMDStrategy[Staged]):
     def teardown_module(self, wrapped: Staged) -> None:
         keeps = self.topology.rank == 0 or not environment.started_by_lockstep()  # else this process ends with the run
         tensors = gather_whole(self, self.state_dict(wrapped, {}), keep=keeps).tensors
+        own = wrapped.tensors.changed_caches() if self.topology.data_rank == 0 else {}
+        caches = gather_whole(self, State({n: TensorShard.whole(c) for n, c in own.items()}), keep=keeps).tensors
         if keeps:
-            wrapped.restore({name.removeprefix("model/"): tensor for name, tensor in tensors.items()})
+            wrapped.restore({name.removeprefix("model/"): tensor for name, tensor in tensors.items()} | caches)
         super().teardown_module(wrapped)
 
     def setup_optimizers(self, wrapped: Staged, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:

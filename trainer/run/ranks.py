@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.callbacks.base import Logger
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
@@ -16,7 +16,8 @@ from lockstep.strategies.modules.model_changes import renamed
 from lockstep.trainer.checkpoint import store
 from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError, WeightsOnlyError
 from lockstep.trainer.checkpoint.rank_state import kept_tensors, put_tensors
-from lockstep.trainer.kept.values import own_data, take_data
+from lockstep.trainer.kept.owners import layers
+from lockstep.trainer.kept.values import caches_of, own_data, take, take_data
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import evaluate, fit, publish, saving
 from lockstep.trainer.run.folder import conclude
@@ -24,6 +25,7 @@ from lockstep.trainer.run.lifecycle import attached
 from lockstep.trainer.run.state import RESULTS, RunState
 from lockstep.trainer.seeding import rng_state, set_rng_state
 from lockstep.trainer.setup import ahead, start
+from lockstep.trainer.setup.resume import restore_trainability, trainability
 
 if TYPE_CHECKING:
     from lockstep.trainer.setup.loaders import Sources
@@ -132,11 +134,11 @@ def _on_rank(
     return _result(run, module, returned) if run.is_global_zero else {}
 
 
-def _owners(run: RunState, module: Module) -> list[Any]:
-    """Whose attributes user code may have set on the ranks."""
+def _owners(run: RunState) -> list[Any]:
+    """Beside the layers, whose attributes user code may have set on the ranks."""
     own = ("lockstep.callbacks.", "lockstep.trainer.")
     users = [item for item in run.callbacks if item.keeps_a_record or not type(item).__module__.startswith(own)]
-    return [module, *users] if run.datamodule is None else [module, run.datamodule, *users]
+    return users if run.datamodule is None else [run.datamodule, *users]
 
 
 def _result(run: RunState, module: Module, returned: Any) -> dict[str, Any]:
@@ -149,7 +151,10 @@ def _result(run: RunState, module: Module, returned: Any) -> dict[str, Any]:
         "metrics": kept_tensors(module),
         "progress": run.progress.state_dict(),
         "callbacks": [publish.state_of(run, item) for item in run.callbacks],
-        "attributes": [own_data(owner) for owner in _owners(run, module)],
+        "attributes": [own_data(owner) for owner in _owners(run)],
+        "layers": {path: own_data(layer) for path, layer in layers(module)},
+        "caches": {path: [*caches_of(layer)] for path, layer in layers(module)},
+        "trainability": trainability(module),
         "parameters": {name: own_data(parameter) for name, parameter in module.named_parameters()},
         "log_dirs": [item.run_dir for item in run.loggers],
         "results": {name: vars(run)[name] for name in RESULTS},
@@ -174,8 +179,12 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
             item.dirpath = None  # by default that of this run, not of the fit before
         if state is not None or not isinstance(item, Logger):
             publish.load_state_of(run, item, state)
-    for owner, attributes in zip(_owners(run, module), result["attributes"], strict=True):
+    for owner, attributes in zip(_owners(run), result["attributes"], strict=True):
         take_data(owner, attributes)
+    own_layers = dict(layers(module))
+    for path in own_layers.keys() & result["layers"].keys():
+        _take_layer(own_layers[path], result["layers"][path], result["caches"][path])
+    restore_trainability(module, result["trainability"])
     parameters = dict(module.named_parameters())
     for name in parameters.keys() & result["parameters"]:  # a run may have tied some
         take_data(parameters[name], result["parameters"][name])
@@ -184,3 +193,13 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
         logger.forget_held()
     vars(run).update(result["results"])
     attach(module, run.trainer)
+
+
+def _take_layer(layer: nn.Module, attributes: dict[str, Any], caches: list[str]) -> None:
+    """Give a layer its attributes, of which `caches` are buffers that are not in the state dict."""
+    take_data(layer, {name: value for name, value in attributes.items() if name not in caches})
+    for name in attributes.keys() & set(caches):
+        value, now = attributes[name], caches_of(layer).get(name)
+        if isinstance(value, Tensor) and now is not None and not now.is_meta:
+            value = value.to(now.device)
+        take(layer, name, value, is_cache=True)
