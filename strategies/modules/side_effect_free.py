@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -160,6 +161,63 @@ def refuse_changed_numbers(model: nn.Module, before: Numbers) -> None:
             "trainer.global_step, self.log(..., reduce_fx='sum') or a registered buffer instead, or leave such steps "
             "out with drop_last=True in the DataLoader"
         )
+
+
+class PlainAttributes:
+    """Modes, numbers, strings and tuples in attributes of layers of torch's classes, which only user code changes: read
+    at once, as a step has many layers."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._layers = [*layers]
+        self._own = [vars(layer) for layer in self._layers]
+        self._find()
+
+    def _find(self) -> None:
+        self._number = sum(map(len, self._own))
+        self._places = [
+            (layer, name)
+            for layer, own in zip(self._layers, self._own, strict=True)
+            for name, value in own.items()
+            if isinstance(value, _PLAIN) and not name.startswith(_OF_ZERO)
+        ]
+        self._dicts = [vars(layer) for layer, _ in self._places]
+        self._names = [name for _, name in self._places]
+
+    def now(self) -> PlainValues:
+        if sum(map(len, self._own)) != self._number:
+            self._find()
+        return PlainValues(self._places, [*map(dict.get, self._dicts, self._names)])
+
+    def put(self, values: PlainValues) -> None:
+        """Give layers the values of an earlier `now`."""
+        before = dict(zip(values.places, values.values, strict=True))
+        for layer, name in values.changed(self.now()):
+            if (layer, name) in before:
+                vars(layer)[name] = before[layer, name]
+            else:
+                del vars(layer)[name]
+
+
+class PlainValues(NamedTuple):
+    """What `PlainAttributes` found."""
+
+    places: list[tuple[nn.Module, str]]
+    values: list[Any]
+
+    def changed(self, now: PlainValues) -> list[tuple[nn.Module, str]]:
+        """The places of what is another value `now`, in layers that are there in both."""
+        if self.places is now.places and all(map(operator.is_, self.values, now.values)):
+            return []
+        one, other = (dict(zip(found.places, found.values, strict=True)) for found in (self, now))
+        layers = {layer for layer, _ in self.places} & {layer for layer, _ in now.places}
+        return [p for p in {**one, **other} if p[0] in layers and _is_other(one.get(p), other.get(p))]
+
+
+def _is_other(one: Any, other: Any) -> bool:
+    return one is not other and (type(one) is not type(other) or not isinstance(other, _PLAIN) or differ(one, other))
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, tuple)
 
 
 def _numbers_of(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:

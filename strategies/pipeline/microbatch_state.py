@@ -1,8 +1,9 @@
 """What a step keeps in the model, where it runs once for each pipeline microbatch and stage instead of once.
 
-Numbers beside the layers (counters, annealed weights) begin each run as the micro-batch found them, so that the
-microbatches of one micro-batch see the same, and after it they are what one run has left. What cannot be followed so is
-refused by name before the optimizer steps: sums over samples, lists that grow, tensors that are changed in place.
+Numbers beside the layers (counters, annealed weights) and those of torch's layers (the slope of a LeakyReLU) begin each
+run as the micro-batch found them, so that the microbatches of one micro-batch see the same, and after it they are what
+one run has left. What cannot be followed so is refused by name before the optimizer steps: sums over samples, lists
+that grow, tensors that are changed in place.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.strategies.modules.absent import Refusing, is_here
-from lockstep.strategies.modules.blocks import Layer, is_metric, measures
-from lockstep.strategies.modules.side_effect_free import differ
+from lockstep.strategies.modules.blocks import Layer, is_metric, is_of_torch, measures
+from lockstep.strategies.modules.side_effect_free import PlainAttributes, PlainValues, differ
 from lockstep.strategies.pipeline.hook_state import Enclosed, hook_holders
 from lockstep.strategies.pipeline.partition import Cut
 
@@ -36,6 +37,17 @@ _BUFFER = object()
 _ADVICE = "in on_train_batch_start or on_train_batch_end, which run once on every rank"
 
 
+class _Found(NamedTuple):
+    """What a run of the step may change."""
+
+    numbers: _Numbers
+    plain: PlainValues = PlainValues([], [])
+    """Of layers of torch's classes in the pipelined module, whose forward changes none."""
+
+
+_NOTHING = _Found({})
+
+
 class StepState:
     """Watches the modules of one model, of whose layers `here` are this rank's; `shared` are the ids of tensors that
     several stages use."""
@@ -47,16 +59,17 @@ class StepState:
         free = parts.free()
         outside = [m for m in model.modules() if m not in inside | free and not is_metric(m)]
         self._outside: list[_Holder] = [*outside, *model.parameters()]
-        self._layers: list[Any] = [m for m in (*own, *free) if not type(m).__module__.startswith("torch.nn.")]
+        self._layers: list[Any] = [m for m in (*own, *free) if not is_of_torch(m)]
+        self._plain = PlainAttributes(m for m in inside | free if is_of_torch(m))
         self._own_code, self._hooked, self._registered = self._layers, [*own, *free, *outside], -1
         self._tensors = [t for m in (*outside, *free) if not measures(m) for t in _tensors_of(m)]
         self._tensors += [t for m in own for t in _tensors_of(m) if id(t) in shared]
         self._layer_tensors = [t for m in own if not measures(m) for t in _tensors_of(m)]
         self.pads = False
         """Whether this rank has no samples, so that the step runs for its shapes only."""
-        self._start: _Numbers = {}
-        self._end: _Numbers | None = None
-        self._called: _Numbers | None = None
+        self._start = _NOTHING
+        self._end: _Found | None = None
+        self._called: _Found | None = None
         self._inside: _Numbers = {}
         self._changed_once: set[tuple[int, str, Any]] = set()
         self._changed_by_hooks: set[tuple[int, str, Any]] = set()
@@ -73,7 +86,7 @@ class StepState:
     def micro_batch(self, sizes_of_parts: Sequence[int]) -> Iterator[None]:
         """Around all runs of a step on one micro-batch, whose parts have so many samples. Raises RuntimeError naming
         what they have changed that cannot be followed."""
-        self._start, self._end, self._held = _numbers(self._outside), None, None
+        self._start, self._end, self._held = self._now(), None, None
         self._partial.clear()
         if self._registered != RemovableHandle.next_id:
             self._registered = RemovableHandle.next_id
@@ -100,10 +113,10 @@ class StepState:
     @contextmanager
     def run(self, is_last: bool = False) -> Iterator[None]:
         """Around one run of the step, which begins with the numbers that the micro-batch found."""
-        _restore(self._outside, self._start)
+        self._put(self._start)
         self._called = None
         yield
-        end = _numbers(self._outside)
+        end = self._now()
         if is_last and self._called is not None and (place := _difference(self._called, end)) is not None:
             self._refuse(
                 f"changes {self._name(place)} after it has called the pipelined module, where only the last stage "
@@ -128,9 +141,9 @@ class StepState:
     def before_backward(self) -> Iterator[None]:
         """Around `on_before_backward`, on the rank of the last stage. Raises RuntimeError naming a number that it
         changes."""
-        before = _numbers(self._outside), _kept(self._layers)
+        before = self._now(), _Found(_kept(self._layers))
         yield
-        for one, other in zip(before, (_numbers(self._outside), _kept(self._layers)), strict=True):
+        for one, other in zip(before, (self._now(), _Found(_kept(self._layers))), strict=True):
             if (place := _difference(one, other)) is not None:
                 raise RuntimeError(
                     f"on_before_backward changes {self._name(place)}, but a pipeline calls it for each part of a "
@@ -170,17 +183,17 @@ class StepState:
     @contextmanager
     def side_effect_free(self) -> Iterator[None]:
         """Around a run of the step that leaves nothing behind."""
-        numbers, lists = _numbers(self._outside), [(held, len(held)) for _, _, held in _lists(self._outside)]
+        found, lists = self._now(), [(held, len(held)) for _, _, held in _lists(self._outside)]
         try:
             yield
-            if self.pads and (place := _difference(numbers, _numbers(self._outside))) is not None:
+            if self.pads and (place := _difference(found, self._now())) is not None:
                 raise RuntimeError(
                     f"training_step changed the number {self._name(place)} of the model in a step in which a rank has "
                     "no "
                     f"samples, and would fall behind the others; change it {_ADVICE}"
                 )
         finally:
-            _restore(self._outside, numbers)
+            self._put(found)
             for held, length in lists:
                 while len(held) > length:
                     held.pop()
@@ -194,9 +207,16 @@ class StepState:
 
     def calling(self) -> None:
         """The step calls the pipelined module."""
-        self._called = _numbers(self._outside)
+        self._called = self._now()
 
     # ---- helpers ---------------------------------------------------------------------------------------
+
+    def _now(self) -> _Found:
+        return _Found(_numbers(self._outside), self._plain.now())
+
+    def _put(self, found: _Found) -> None:
+        _restore(self._outside, found.numbers)
+        self._plain.put(found.plain)
 
     def _refuse_grown(self, before: dict[_Place, int], step: str) -> None:
         for (module, name, key), size in _sizes(self._outside).items():
@@ -209,8 +229,8 @@ class StepState:
 
     def _refuse_counting_samples(self, sizes: Sequence[int]) -> None:
         own, total = min(sizes, default=0), sum(sizes)
-        for place, now in (self._end or {}).items() if 1 < own < total else ():
-            grown = _grown(self._start.get(place, 0), now)
+        for place, now in self._end.numbers.items() if self._end is not None and 1 < own < total else ():
+            grown = _grown(self._start.numbers.get(place, 0), now)
             if grown > 0 and grown % own == 0 and grown % total:
                 self._refuse(f"counts the samples of a part in {self._name(place)}", f"count them {_ADVICE}")
 
@@ -320,8 +340,12 @@ def _sizes(modules: Sequence[_Holder]) -> dict[_Place, int]:
     return {place: size for place, size, _ in _lists(modules)}
 
 
-def _difference(one: _Numbers, other: _Numbers) -> _Place | None:
-    return next((place for place in {**one, **other} if _differ(one.get(place), other.get(place))), None)
+def _difference(one: _Found, other: _Found) -> _Place | None:
+    before, now = one.numbers, other.numbers
+    for place in {**before, **now}:
+        if _differ(before.get(place), now.get(place)):
+            return place
+    return next(((*place, None) for place in one.plain.changed(other.plain)), None)
 
 
 def _differ(one: Any, other: Any) -> bool:

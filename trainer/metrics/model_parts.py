@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from lockstep.strategies.modules.blocks import is_of_user
+from lockstep.strategies.modules.blocks import is_of_torch, is_of_user
+from lockstep.strategies.modules.side_effect_free import PlainAttributes
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 
 
@@ -17,6 +18,8 @@ class ModelParts:
         all_parts = list(module.named_modules())
         self.parts = [(name, part) for name, part in all_parts if part not in of_metrics]
         self.users = [(f"{name}." if name else "", part) for name, part in self.parts if is_of_user(part)]
+        self.names = {part: name for name, part in self.parts}
+        self.plain = PlainAttributes(part for _, part in self.parts if is_of_torch(part))
         self.parameters = list(module.named_parameters())
         self.known = [*(part for _, part in all_parts), *(p for _, p in self.parameters), *module.buffers()]
         tables = [table for _, part in all_parts for table in (part._modules, part._parameters, part._buffers)]

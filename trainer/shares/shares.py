@@ -16,7 +16,7 @@ from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.model_changes import shortened
-from lockstep.strategies.modules.side_effect_free import differ
+from lockstep.strategies.modules.side_effect_free import PlainAttributes, PlainValues, differ
 from lockstep.trainer.checkpoint.rank_state import on_device_of, torchmetrics_of
 from lockstep.trainer.metrics.gathering import gather_values
 from lockstep.trainer.metrics.model_parts import Parts
@@ -54,6 +54,9 @@ class Shares:
         self._after_first: list[_Buffer] | None = None
         """As the first share has left them."""
         self._values: Values = {}
+        """What no share may change of layers of the user's classes: modes, numbers and tensors."""
+        self._plain = _NONE
+        """And of those of torch's."""
         self._rates: list[dict[str, Any]] = []
         """Of each group of parameters, as the window began with."""
         self._rates_left: list[dict[str, Any]] | None = None
@@ -100,6 +103,7 @@ class Shares:
         self._share, self._after_first, self._rates_left = None, None, None
         self._buffers.clear()
         self._values.clear()
+        self._plain = _NONE
         self.outside(*place)
 
     @property
@@ -137,12 +141,17 @@ class Shares:
             for name, buffer in module._buffers.items()
             if buffer is not None and is_here(buffer)
         ]
-        self._values, self._rates = self._now(), self._rates_now()
+        self._values, self._plain, self._rates = (
+            _values(self._users),
+            (parts.plain, parts.plain.now()),
+            self._rates_now(),
+        )
 
     def _end_share(self) -> None:
         if self._run.evaluating:
             return
-        wrong = [key for key, value in self._now().items() if _differ(self._values.get(key), value)]
+        wrong = [key for key, value in _values(self._users).items() if _differ(self._values.get(key), value)]
+        wrong += self._plain[1].changed(self._plain[0].now())
         remembered = self.state.end() if self._keeps_state else []
         if wrong or remembered:
             names = {module: name for name, module in self._module.named_modules()}
@@ -169,10 +178,6 @@ class Shares:
 
     def _rates_now(self) -> list[dict[str, Any]]:
         return [{k: v for k, v in group.items() if isinstance(v, int | float | tuple)} for group in self._groups()]
-
-    def _now(self) -> Values:
-        """What no share may change: modes of all modules, numbers and tensors of those that are not torch's."""
-        return {(module, "training"): module.training for module in self._modules} | _values(self._users)
 
     # ---- torchmetrics: a share has states of its own, which meet where a metric computes ---------------
 
@@ -350,6 +355,9 @@ def _count(state: _MetricState) -> int:
 
 def _yes() -> bool:
     return True
+
+
+_NONE = PlainAttributes([]), PlainValues([], [])
 
 
 def _values(modules: list[nn.Module]) -> Values:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.strategies.launch.program.functions import codes_of, variables_of
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.modules.side_effect_free import differ
+from lockstep.strategies.modules.side_effect_free import PlainValues, differ
 from lockstep.strategies.sync.contents import checksum, generator_state
 from lockstep.trainer.metrics.model_parts import ModelParts, Parts
 
@@ -45,7 +45,7 @@ _OTHERS = ("torch", "lockstep", "torchmetrics", "numpy", "builtins", "logging", 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_TENSOR = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_NOT_THEIRS = frozenset(vars(nn.Module())) | {"trainer", "_trainer", "_module", "_toggled"}
+_NOT_THEIRS = (frozenset(vars(nn.Module())) - {"training"}) | {"trainer", "_trainer", "_module", "_toggled"}
 """Attributes that every module or callback has: parameters and buffers are compared by themselves."""
 
 
@@ -83,6 +83,9 @@ class UserState:
         self.is_open = False
         now, before = self._found(), self._before
         names = [n for n in before.marks.keys() | now.marks.keys() if _differ(before.marks.get(n), now.marks.get(n))]
+        if plain := before.plain.changed(now.plain):
+            paths = self._parts.now().names
+            names += [f"{paths[layer]}.{name}" for layer, name in plain if layer in paths]
         for name in [
             name for name in names if self._share is not None and name in before.owners and name in now.owners
         ]:
@@ -127,9 +130,11 @@ class _Found(NamedTuple):
     lists: dict[str, _Items]
     owners: dict[str, tuple[Any, str]]
     """Of numbers that are attributes of callbacks."""
+    plain: PlainValues
+    """Of layers of torch's classes."""
 
 
-_NOTHING = _Found({}, {}, {})
+_NOTHING = _Found({}, {}, {}, PlainValues([], []))
 
 
 class _Grown:
@@ -245,7 +250,7 @@ def _found(run: RunState, model: ModelParts) -> _Found:
     for optimizer in run.optimizers.values():
         for hooks in _OF_OPTIMIZER:
             search.hooks(getattr(optimizer, hooks, None), type(optimizer).__name__)
-    return _Found(search.marks, search.lists, search.owners)
+    return _Found(search.marks, search.lists, search.owners, model.plain.now())
 
 
 class _Search:

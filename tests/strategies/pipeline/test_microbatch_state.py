@@ -49,6 +49,47 @@ def test_numbers_that_a_step_counts_are_those_of_one_process() -> None:
     exact(Counting, {"pipeline": 2, "ddp=2,pipeline=2": 4}, n=32, accumulate_grad_batches=2, max_epochs=1)
 
 
+class Annealing(Base):
+    """Lowers the slope of a layer of torch's class in each step, and changes in hooks what other layers hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1], self.net[3] = nn.LeakyReLU(0.5), nn.LeakyReLU(0.5)
+        self.net[4].register_buffer("scale", torch.ones(4, dtype=torch.complex128), persistent=False)
+        self.late = False
+
+    def on_train_epoch_end(self) -> None:
+        self.net[4].scale.mul_(0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net[1].negative_slope *= 0.9
+        self.net[3].negative_slope -= 0.01
+        output = self.net(batch[0])
+        if self.late:
+            self.net[1].negative_slope *= 0.9
+        return F.cross_entropy(output, batch[1])
+
+
+def test_numbers_of_torchs_layers_are_those_of_one_process() -> None:
+    made: list[Annealing] = []
+
+    def make() -> Annealing:
+        made.append(Annealing())
+        return made[-1]
+
+    exact(make, {"pipeline": 2}, n=32, accumulate_grad_batches=2, max_epochs=1)
+    slopes = [[module.net[i].negative_slope for i in (1, 3)] for module in made]
+    assert slopes[0] == slopes[1] and slopes[0][0] < 0.5
+    assert torch.equal(made[0].net[4].scale, made[1].net[4].scale) and made[1].net[4].scale[0] == 0.5
+
+
+def test_numbers_of_torchs_layers_that_change_after_the_call_are_refused() -> None:
+    module = Annealing()
+    module.late = True
+    with pytest.raises(RuntimeError, match="net.1.negative_slope after it has called the pipelined module"):
+        fit(module, "pipeline", 2, n=16, max_epochs=1)
+
+
 class Keeping(Base):
     """Keeps something that cannot be followed through the parts of a micro-batch."""
 

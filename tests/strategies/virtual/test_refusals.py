@@ -102,6 +102,14 @@ def set_mode(module: Any, x: torch.Tensor) -> None:
     module.layer.eval()
 
 
+def widen(module: Any, x: torch.Tensor) -> None:
+    module.layer.out_features += 1
+
+
+def rename(module: Any, x: torch.Tensor) -> None:
+    module.layer.note = f"{x.mean()}"
+
+
 def step_back(module: Any, x: torch.Tensor) -> None:
     module.layer(x).sum().backward()
 
@@ -111,6 +119,8 @@ def step_back(module: Any, x: torch.Tensor) -> None:
     [
         (freeze, "training_step changed the parameters layer.bias or their requires_grad"),
         (set_mode, "training_step changed layer.training"),
+        (widen, "training_step changed layer.out_features"),
+        (rename, "training_step changed layer.note"),
         (step_back, "backward"),
         (count, "training_step changed count"),
         (center, "training_step changed center"),
@@ -136,6 +146,21 @@ class CountsInAHook(Toy):
 def test_what_a_hook_of_a_batch_sets_is_not_put_down_to_the_step_alone() -> None:
     with pytest.raises(RuntimeError, match="changed count, which would .* a rank runs, or a hook of a batch did; use"):
         fit(CountsInAHook())
+
+
+class SetsALayerAtTheEnd(Toy):
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.act = act
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.act(self, batch[0])
+
+
+@pytest.mark.parametrize(("act", "name"), [(set_mode, "training"), (widen, "out_features")])
+def test_what_the_end_of_a_batch_sets_of_a_layer_is_refused(act: Any, name: str) -> None:
+    with pytest.raises(RuntimeError, match=f"on_train_batch_end changed layer.{name}"):
+        fit(SetsALayerAtTheEnd(act))
 
 
 class SavesInAHook(Toy):
