@@ -17,7 +17,18 @@ from lockstep.trainer.checkpoint import store
 from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError, WeightsOnlyError
 from lockstep.trainer.checkpoint.rank_state import kept_tensors, put_tensors
 from lockstep.trainer.kept.owners import layers
-from lockstep.trainer.kept.values import caches_of, own_data, take, take_data
+from lockstep.trainer.kept.values import (
+    Mark,
+    caches_of,
+    in_state_dict,
+    is_same,
+    is_savable,
+    mark_of,
+    own_data,
+    storages,
+    take,
+    take_data,
+)
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import evaluate, fit, publish, saving
 from lockstep.trainer.run.folder import conclude
@@ -125,13 +136,13 @@ def _on_rank(
 ) -> dict[str, Any]:
     """What a started rank does; only rank 0's result is brought back."""
     set_rng_state(random_streams)
-    returned = None
+    returned, tensors = None, _tensors_of_layers(module)
     with attached(run, module, sources, stage, ckpt_path):
         if stage == "fit":
             fit.fit(run, module, sources)
         else:
             returned = evaluate.run_stage(run, module, sources, stage)
-    return _result(run, module, returned) if run.is_global_zero else {}
+    return _result(run, module, returned, tensors) if run.is_global_zero else {}
 
 
 def _owners(run: RunState) -> list[Any]:
@@ -141,7 +152,18 @@ def _owners(run: RunState) -> list[Any]:
     return users if run.datamodule is None else [run.datamodule, *users]
 
 
-def _result(run: RunState, module: Module, returned: Any) -> dict[str, Any]:
+def _tensors_of_layers(module: Module) -> dict[tuple[str, str], Mark]:
+    """Marks of tensors that are attributes, by the path of the layer and the name."""
+    found = ((path, *item) for path, layer in layers(module) for item in own_data(layer).items())
+    marks = {(path, name): mark_of(value, 0) for path, name, value in found if isinstance(value, Tensor)}
+    return {place: mark for place, mark in marks.items() if is_savable(mark)}
+
+
+def _result(run: RunState, module: Module, returned: Any, tensors: dict[tuple[str, str], Mark]) -> dict[str, Any]:
+    """What is brought back; of tensors in attributes not those that are as in `tensors`, as the run began, nor views of
+    weights, which follow these where they are."""
+    weights, now = storages(in_state_dict(module)), _tensors_of_layers(module)
+    same = {place for place, mark in now.items() if place in tensors and is_same(tensors[place], mark)}
     return {
         "returned": returned,
         "weights": {
@@ -152,7 +174,14 @@ def _result(run: RunState, module: Module, returned: Any) -> dict[str, Any]:
         "progress": run.progress.state_dict(),
         "callbacks": [publish.state_of(run, item) for item in run.callbacks],
         "attributes": [own_data(owner) for owner in _owners(run)],
-        "layers": {path: own_data(layer) for path, layer in layers(module)},
+        "layers": {
+            path: {
+                name: value
+                for name, value in own_data(layer).items()
+                if not isinstance(value, Tensor) or ((path, name) not in same and weights.isdisjoint(storages([value])))
+            }
+            for path, layer in layers(module)
+        },
         "caches": {path: [*caches_of(layer)] for path, layer in layers(module)},
         "trainability": trainability(module),
         "parameters": {name: own_data(parameter) for name, parameter in module.named_parameters()},

@@ -152,3 +152,26 @@ def test_they_are_returned_from_ranks(strategy: str) -> None:
         settings = options | ({"strategy": strategy, "devices": 2} if module is home else {})
         quiet(accelerator="cpu", split_batches=True, **settings).fit(module, loader(24))
     assert home.scale is held and state(home) == state(alone)
+
+
+class Aliasing(nn.Linear):
+    """A layer of the user's that also reads its weight by another name, a table that stays, and a running mean."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.view, self.table, self.mean = self.weight.detach(), torch.ones(8), torch.zeros(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1
+        return super().forward(x) + 0.1 * (x @ self.view) + self.table * self.mean
+
+
+@pytest.mark.ranks
+def test_tensors_of_a_layer_are_returned_but_not_those_that_follow_weights_or_stay() -> None:
+    module = Net(optimizer="SGD")
+    module.net.insert(0, Aliasing())
+    layer: Any = module.net[0]
+    view, table = layer.view, layer.table
+    quiet(strategy="ddp", devices=2, accelerator="cpu", max_epochs=1).fit(module, loader(32))
+    assert layer.view is view and layer.table is table and torch.equal(view, layer.weight)
+    assert layer.mean[0] > 0.1
