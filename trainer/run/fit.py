@@ -26,7 +26,7 @@ from lockstep.trainer.run.hooks import is_users, refuse_skip
 from lockstep.trainer.setup import assigned, prepare, reload, start_hooks
 from lockstep.trainer.setup.loaders import follow_training, samples_of_all
 from lockstep.trainer.setup.optimizers import step_schedulers
-from lockstep.trainer.setup.own_steps import in_its_place, with_local_steps
+from lockstep.trainer.setup.own_steps import OwnStep, in_its_place, with_local_steps
 from lockstep.trainer.setup.prepare import FitLoop
 from lockstep.trainer.shares.ends import clear_learners, end_shares, turns
 
@@ -112,6 +112,8 @@ def step_hooks_of(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
         folder=run.log_dir,
         automatic=automatic,
     )
+    if isinstance(loop.own_step, OwnStep):  # which evaluates windows again
+        loop.own_step.hooks, loop.own_step.clip = hooks, loop.clip
     return with_local_steps(run, hooks, loop.clip) if can.local_steps else hooks
 
 

@@ -65,7 +65,7 @@ def parse(configured: Any) -> tuple[dict[str, Optimizer], list[SchedulerConfig]]
     if configured is None:
         return {}, []
     if isinstance(configured, Mapping) and "optimizer" not in configured:
-        named = dict(configured)
+        named = {str(name): item for name, item in configured.items()}
     elif isinstance(configured, (list, tuple)) and len(configured) == 2 and isinstance(configured[0], (list, tuple)):
         optimizers, schedulers = configured
         schedulers = schedulers if isinstance(schedulers, (list, tuple)) else [schedulers]

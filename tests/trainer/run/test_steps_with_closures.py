@@ -76,9 +76,9 @@ def by_hand(make: Callable[[Any], Optimizer]) -> Net:
     return module
 
 
-def trained(strategy: str, devices: int, make: Callable[[Any], Optimizer], **options: Any) -> Net:
+def trained(strategy: str, devices: int, make: Callable[[Any], Optimizer], kind: Any = Learns, **options: Any) -> Any:
     torch.manual_seed(0)
-    module = Learns(make)
+    module = kind(make)
     module.load_state_dict(net().state_dict())
     quiet(
         strategy=strategy, devices=devices, accelerator="cpu", precision="64-true", split_batches=True, **options
