@@ -111,6 +111,11 @@ class Callback:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned. Called on every rank."""
 
+    def roll_back(self, state_dict: dict[str, Any]) -> None:
+        """Take it back within the run that has saved it, in which `Guard(non_finite="roll_back")` goes back to a
+        checkpoint. Called on every rank."""
+        self.load_state_dict(state_dict)
+
     def parameter_state(self, trainer: Trainer, module: Module) -> ParameterState | None:
         """State beside the parameters, such as averages of them, that checkpoints hold sharded as the parameters are.
 

@@ -65,6 +65,12 @@ class Guard(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.skipped_steps, self.in_a_row = state_dict["skipped_steps"], state_dict["in_a_row"]
 
+    def roll_back(self, state_dict: dict[str, Any]) -> None: ...  # steps that were skipped since then stay counted
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        if stage == "fit" and trainer.global_step == 0:  # a run of its own, perhaps the second with this callback
+            self.skipped_steps = self.in_a_row = 0
+
 
 def check_replicas(trainer: Trainer, module: Module, gradients: bool = False) -> bool:
     """Raise RuntimeError if a parameter that several ranks hold, or with `gradients` its gradient, differs on them;

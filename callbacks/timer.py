@@ -20,7 +20,8 @@ class Timer(Callback):
     """Measures the time spent in each stage and ends training when `duration` is used up.
 
     Training time runs from `on_train_start` to `on_train_end`, validation within it included, and continues
-    from the checkpoint's value when a run is resumed. Ranks whose clocks differ still stop at the same
+    from the checkpoint's value when a run is resumed, or from that of the fit before in a second `fit` of one Trainer.
+    In another Trainer it begins at zero. Ranks whose clocks differ still stop at the same
     step: the Trainer stops all of them as soon as `should_stop` is set on one.
 
     Args:
@@ -70,6 +71,12 @@ class Timer(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._elapsed_s.update(state_dict["time_elapsed"])
 
+    def roll_back(self, state_dict: dict[str, Any]) -> None: ...  # the time since then was spent all the same
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        if stage == "fit" and trainer.global_step == 0:  # a run of its own, perhaps the second with this callback
+            self._elapsed_s = dict.fromkeys(self._elapsed_s, 0.0)
+
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._begin("train")
         remaining = self.time_remaining()
@@ -108,6 +115,9 @@ class Timer(Callback):
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         for running in self._began:  # an exception left them open
             self._end(running)
+
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+        self.teardown(trainer, module, "")
 
     def _runs(self, stage: str) -> bool:
         return stage in self._began and stage not in self._ended

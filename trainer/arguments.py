@@ -35,7 +35,7 @@ class TrainerArguments:
     How long
         `max_epochs`: epochs; -1 or None for no limit. To fit needs one of the limits; the first that is reached counts.
         `max_steps`: optimizer steps; -1 or None for no limit.
-        `max_time`: "DD:HH:MM:SS" or a timedelta; None for no limit.
+        `max_time`: "DD:HH:MM:SS" or a timedelta, over all fits of the Trainer and restarts; None for no limit.
         `min_epochs`: epochs before which `should_stop` has no effect.
         `min_steps`: optimizer steps before which `should_stop` has no effect.
         `virtual_ranks`: cut each step into so many shares, a power of two, as if there were so many ranks: every number

@@ -85,6 +85,11 @@ class CSVLogger(RunLogger):
         self._outside |= {*range(rows, self._num_rows)}
         self._mine = written | {*range(rows, self._num_rows)}
 
+    def roll_back(self, state_dict: dict[str, Any]) -> None:
+        self._rows, self._columns = [], None  # the next write drops what came since then
+        self._num_rows, self._outside = int(state_dict["rows"]), {*state_dict["outside"]}
+        self._num_valid_rows = self._num_rows - len(self._outside)
+
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
         self._in_fit = stage == "fit"

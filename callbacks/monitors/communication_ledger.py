@@ -83,6 +83,8 @@ class CommunicationLedger(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.report = state_dict["report"]
 
+    def roll_back(self, state_dict: dict[str, Any]) -> None: ...  # what was measured since then holds
+
     def table(self) -> str:
         """What was counted, as text. Raises RuntimeError before the steps are done."""
         if self.report is None:

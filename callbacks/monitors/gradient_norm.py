@@ -33,6 +33,7 @@ class GradientNorm(Callback):
         refused = trainer.strategy.capabilities.refuses.get("gradient_norm")
         if refused is not None:
             raise ValueError(refused)
+        self._norms = {}  # of a run that failed
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
         every = trainer.arguments.log_every_n_steps

@@ -25,7 +25,8 @@ class BaseFinetuning(Callback):
 
     Override `freeze_before_training(module)` and `finetune_function(module, epoch, optimizer)`; both may use `freeze`,
     `make_trainable` and `unfreeze_and_add_param_group`. Every rank calls them alike. What is frozen and which groups
-    an optimizer has is in checkpoints: a resumed run continues with it.
+    an optimizer has is in checkpoints: a resumed run continues with it. A second `fit` of a Trainer, which has new
+    optimizers, freezes again and calls `finetune_function` for each epoch that has begun.
     """
 
     changes_model = True
@@ -71,16 +72,25 @@ class BaseFinetuning(Callback):
         raise NotImplementedError
 
     def finetune_function(self, module: Module, epoch: int, optimizer: Optimizer) -> None:
-        """Called at the start of each epoch, for each optimizer."""
+        """Called at the start of each epoch, for each optimizer; what it does must follow from the epoch."""
         raise NotImplementedError
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         if stage == "fit":
             self.freeze_before_training(module)
 
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        run = trainer._run
+        if run.resumed is None:  # a second fit may begin anywhere
+            for epoch in range(run.progress.current_epoch + bool(run.progress.batches_seen)):
+                self._finetune(trainer, module, epoch)
+
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        self._finetune(trainer, module, trainer.current_epoch)
+
+    def _finetune(self, trainer: Trainer, module: Module, epoch: int) -> None:
         for optimizer in trainer.optimizers:
-            self.finetune_function(module, trainer.current_epoch, optimizer)
+            self.finetune_function(module, epoch, optimizer)
 
 
 class BackboneFinetuning(BaseFinetuning):
@@ -125,6 +135,11 @@ class BackboneFinetuning(BaseFinetuning):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._group = state_dict["group"]
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        if stage == "fit":
+            self._group = None  # its optimizers are still to come; a checkpoint is loaded later
+        super().setup(trainer, module, stage)
 
     def freeze_before_training(self, module: Module) -> None:
         self.freeze(self._backbone_of(module), train_bn=self.train_bn)

@@ -13,9 +13,9 @@ import pytest
 from torch import nn
 
 import lockstep.callbacks.timer
-from lockstep.callbacks import ModelCheckpoint
+from lockstep.callbacks import Guard, ModelCheckpoint
 from lockstep.callbacks.timer import Timer
-from tests.trainer.toy import loader, net, quiet
+from tests.trainer.toy import Net, loader, net, quiet
 
 MODULE: Any = nn.Identity()
 
@@ -138,3 +138,52 @@ def test_max_time_counts_on_from_a_checkpoint_that_had_it_as_a_timer(tmp_path: P
 
 def test_a_duration_of_days() -> None:
     assert Timer("01:02:03:04").time_remaining() == 86400 + 2 * 3600 + 3 * 60 + 4
+
+
+class Slow(Net):
+    """A step takes a second of `clock`; one of them finds a loss that is not a number."""
+
+    def __init__(self, clock: Clock, nan_at: int = 0) -> None:
+        super().__init__()
+        self.__dict__["clock"], self.nan_at, self.calls = clock, nan_at, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.clock.now += 1
+        self.calls += 1
+        return super().training_step(batch, batch_idx) * (float("nan") if self.calls == self.nan_at else 1)
+
+
+def test_a_timer_has_all_its_time_in_another_run(clock: Clock) -> None:
+    timer = Timer({"seconds": 3})
+    for _ in range(2):
+        trainer = quiet(max_epochs=2, callbacks=[timer])
+        trainer.fit(Slow(clock), loader(16))
+        assert (trainer.global_step, timer.time_elapsed()) == (4, 4), "the step that was under way is done"
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_second_fit_has_the_time_that_the_first_has_left(own: bool, clock: Clock) -> None:
+    time: dict[str, Any] = {"callbacks": [Timer({"seconds": 3})]} if own else {"max_time": {"seconds": 3}}
+    trainer, module = quiet(max_steps=2, max_epochs=None, **time), Slow(clock)
+    trainer.fit(module, loader(16))
+    trainer.max_steps = 9
+    trainer.fit(module, loader(16))
+    assert trainer.global_step == 4
+    name = "Timer" if own else "max_time"
+    with pytest.raises(ValueError, match=f"has trained for the 0:00:03 of its {name} already; make a new Trainer"):
+        trainer.fit(module, loader(16))
+
+
+def test_time_is_spent_when_a_run_goes_back_to_a_checkpoint(tmp_path: Path, clock: Clock) -> None:
+    timer, saver = Timer({"seconds": 7}), ModelCheckpoint(str(tmp_path), every_n_train_steps=2)
+    trainer = quiet(max_epochs=3, callbacks=[timer, saver, Guard(non_finite="roll_back")], enable_checkpointing=True)
+    trainer.fit(Slow(clock, nan_at=4), loader(32))
+    assert (trainer.global_step, timer.time_elapsed()) == (6, 8), "steps 3 and 4 were taken back"
+
+
+def test_a_run_that_fails_ends_its_time(clock: Clock) -> None:
+    timer = Timer()
+    with pytest.raises(FloatingPointError):
+        quiet(callbacks=[timer]).fit(Slow(clock, nan_at=2), loader(16))
+    clock.now += 100
+    assert timer.time_elapsed() == 2

@@ -177,7 +177,8 @@ def rewind(run: RunState, checkpoint: Checkpoint) -> None:
     Every rank calls it, between windows.
     """
     load_extra(run, checkpoint)
-    _restore_training(run, checkpoint)
+    restore_optimizers(run, checkpoint)
+    restore_callbacks(run, checkpoint, run.callbacks, within_run=True)
     run.progress.global_step = checkpoint.state["progress"]["global_step"]
 
 
@@ -264,7 +265,9 @@ def _restore_training(run: RunState, checkpoint: Checkpoint, without_optimizers:
     restore_callbacks(run, checkpoint, run.callbacks)
 
 
-def restore_callbacks(run: RunState, checkpoint: Checkpoint, callbacks: Iterable[Callback]) -> None:
+def restore_callbacks(
+    run: RunState, checkpoint: Checkpoint, callbacks: Iterable[Callback], within_run: bool = False
+) -> None:
     """Give callbacks what they had saved. Every rank calls it."""
     states = checkpoint.state.get("callbacks", {})
     given = {callback.state_key for callback in run.callbacks}
@@ -273,7 +276,7 @@ def restore_callbacks(run: RunState, checkpoint: Checkpoint, callbacks: Iterable
             former = None if callback.former_state_key in given else callback.former_state_key
             key = callback.state_key if callback.state_key in states else former
             if key in states:
-                publish.load_state_of(run, callback, unpack(states[key], checkpoint.read))
+                publish.load_state_of(run, callback, unpack(states[key], checkpoint.read), within_run)
 
 
 def _saved_beside(run: RunState, checkpoint: Checkpoint) -> dict[str, ParameterState]:

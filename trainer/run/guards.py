@@ -95,7 +95,6 @@ class Guards:
             raise self._error(bad, step)
         run.metrics.back_to(self._logged)
         if options.non_finite == "roll_back":
-            skipped, in_a_row = options.skipped_steps, options.in_a_row
             checkpoint = saving.newest(run, self._of_others)
             if checkpoint is None:
                 error = self._error(bad, step)
@@ -105,7 +104,6 @@ class Guards:
                 )
                 raise error
             snapshot.rewind(run, checkpoint)
-            options.skipped_steps, options.in_a_row = skipped, in_a_row
         self._skipped = True
         options.skipped_steps += 1
         options.in_a_row += 1

@@ -126,12 +126,13 @@ def state_of(run: RunState, callback: Callback, pack: Callable[[Any], Any] = lam
     return found[0] if found else None
 
 
-def load_state_of(run: RunState, callback: Callback, state: Any) -> None:
-    """Give a callback its saved state."""
+def load_state_of(run: RunState, callback: Callback, state: Any, within_run: bool = False) -> None:
+    """Give a callback its saved state, at the start of a run or within it."""
+    load = callback.roll_back if within_run else callback.load_state_dict
     if isinstance(callback, Logger):
-        guarded(run, callback, callback.load_state_dict, state)
+        guarded(run, callback, load, state)
     else:
-        callback.load_state_dict(state)
+        load(state)
 
 
 def print_(run: RunState, *values: Any, **options: Any) -> None:

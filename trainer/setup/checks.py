@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from lockstep.trainer.checkpoint.manifest import CheckpointError
 from lockstep.trainer.checkpoint.reader import checkpoint_around
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
+from lockstep.trainer.run import saving
 from lockstep.trainer.run.hooks import check_names, check_shapes, of_package, overrides
 from lockstep.trainer.run.manual import HeldOptimizer
 from lockstep.trainer.setup import start
@@ -205,6 +207,14 @@ def not_done(run: RunState) -> None:
             raise ValueError(
                 f"this Trainer has trained its {name}={limit} already; to train on, set trainer.{name} = {2 * limit} "
                 "or the like and call fit again, or make a new Trainer"
+            )
+    if progress.global_step and saving.may_stop(run):  # a new run has all of its time
+        timers = [item for item in run.callbacks if isinstance(item, callbacks.Timer)]
+        if spent := next((item for item in timers if item.time_remaining() == 0), None):
+            raise ValueError(
+                f"this Trainer has trained for the {timedelta(seconds=spent.duration_s or 0)} of its "
+                f"{'max_time' if spent.former_state_key else 'Timer'} already; make a new Trainer, with a longer time "
+                "if it resumes a checkpoint of this one"
             )
 
 

@@ -14,7 +14,7 @@ import torch
 import yaml
 from torch import nn
 
-from lockstep.callbacks import Logger, ModelCheckpoint
+from lockstep.callbacks import Guard, Logger, ModelCheckpoint
 from lockstep.callbacks.loggers.csv import CSVLogger
 from tests.trainer.toy import Net, loader, net, quiet
 
@@ -210,3 +210,27 @@ def test_rows_of_a_test_stay_where_another_program_resumes(tmp_path: Path) -> No
         rows = [row for row in table(folder) if row["tested"] or row["train/loss_step"]]
         steps = [(int(row["step"]), bool(row["tested"])) for row in rows]
         assert steps == [(1, False), (0, True), *((step, False) for step in range(2, epochs + 1))]
+
+
+class Breaks(Net):
+    calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        return super().training_step(batch, batch_idx) * (float("nan") if self.calls == 7 else 1)
+
+
+@pytest.mark.parametrize("flush_every", [1, 100])
+def test_a_run_that_goes_back_to_a_checkpoint_has_each_step_once(flush_every: int, tmp_path: Path) -> None:
+    trainer = quiet(
+        max_epochs=3,
+        logger=CSVLogger(tmp_path, flush_every=flush_every),
+        callbacks=[ModelCheckpoint(every_n_train_steps=4), Guard(non_finite="roll_back")],
+        enable_checkpointing=True,
+        log_every_n_steps=1,
+        check_val_every_n_epoch=3,  # whose columns come last
+    )
+    trainer.fit(Breaks(), loader(32), loader(8))
+    rows = table(Path(str(trainer.log_dir)))
+    assert [int(row["step"]) for row in rows if row["train/loss_step"]] == [*range(1, 10)]
+    assert rows[-1]["val/loss"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.callbacks import CommunicationLedger
+from lockstep.callbacks import CommunicationLedger, Guard, ModelCheckpoint
 from lockstep.strategies import DDP, Strategy, TensorParallel
 from tests.trainer.toy import Net, loader, net, quiet
 
@@ -144,6 +144,20 @@ def test_a_run_that_is_too_short_says_so(capsys: pytest.CaptureFixture[str]) -> 
         "communication: not measured, because training ended before step 23; lower first_step"
         in capsys.readouterr().out
     )
+
+
+class Breaks(Net):
+    calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        return super().training_step(batch, batch_idx) * (float("nan") if self.calls == 6 else 1)
+
+
+def test_a_report_holds_when_the_run_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
+    ledger, saver = CommunicationLedger(num_steps=2), ModelCheckpoint(tmp_path, every_n_train_steps=3)
+    quiet(callbacks=[ledger, saver, Guard(non_finite="roll_back")], enable_checkpointing=True).fit(Breaks(), loader(64))
+    assert ledger.report is not None and ledger.report["num_steps"] == 2
 
 
 @pytest.mark.parametrize("options", [{"first_step": 1}, {"num_steps": True}])

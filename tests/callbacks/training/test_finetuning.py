@@ -202,3 +202,36 @@ def test_an_optimizer_that_holds_the_frozen_layers_is_named(base: Any) -> None:
         base.unfreeze_and_add_param_group(layers[:2], optimizer, 0.01)
         base.unfreeze_and_add_param_group(layers[:2], optimizer, 0.01)  # which are trained by now
     assert [len(group["params"]) for group in optimizer.param_groups] == [4, 2]
+
+
+def test_a_callback_freezes_and_unfreezes_again_in_another_run() -> None:
+    one = backbone()
+    assert equal(weights(fit(one)), weights(fit(one)))
+
+
+class Stepwise(BaseFinetuning):
+    """Unfreezes a layer at one epoch only."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.net[0])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=2e-3)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", [backbone, Stepwise])
+@pytest.mark.parametrize("max_steps", [None, 10])  # of 7 in an epoch
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_second_fit_trains_what_had_joined(kind: Any, max_steps: int | None, devices: int) -> None:
+    torch.manual_seed(0)
+    module, rates = Pretrained(), Rates()
+    trainer = quiet(max_epochs=2, callbacks=[kind(), rates], devices=devices, accelerator="cpu")
+    trainer.max_steps = max_steps
+    trainer.fit(module, loader())
+    before = module.net[0].weight.detach().clone()
+    trainer.max_epochs, trainer.max_steps = 4, None
+    trainer.fit(module, loader())
+    assert not torch.equal(module.net[0].weight, before)
+    assert rates.rates[-1] == [1e-2, 8e-3 if kind is backbone else 2e-3]

@@ -56,3 +56,16 @@ def test_helpers_take_nested_lists() -> None:
     assert not model[1].track_running_stats and not list(BaseFinetuning.filter_params(model))
     BaseFinetuning.make_trainable(model)
     assert model[1].track_running_stats and len(list(BaseFinetuning.filter_params(model, train_bn=False))) == 4
+
+
+def test_a_backbone_has_its_first_rate_again_in_another_run(tmp_path: Path) -> None:
+    callback, seen = BackboneFinetuning(1), []
+    for _ in range(2):
+        module = Net()
+        trainer = pl.Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=3,
+            enable_model_summary=False, callbacks=[callback], default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(torch.randn(4, 4), batch_size=4))
+        seen.append([rates for rates, *_ in module.seen])
+    assert seen[0] == seen[1] == [[0.1], [0.07, 0.007], [0.049, 0.014]]

@@ -206,6 +206,8 @@ def test_a_run_can_go_back_to_its_newest_checkpoint(
     assert far(module, by_hand({3}, "64-true")[0]) > 1e-4  # it is not the run that left the window out
     assert run.global_step == 2 + 3
     assert guard.skipped_steps == 1
+    quiet(callbacks=[guard]).fit(Brittle(), marked_data())
+    assert guard.skipped_steps == 0, "of another run"
 
 
 def test_a_run_does_not_go_back_to_a_checkpoint_of_another(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from lockstep.callbacks.training.finetuning import warn_of_held
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
+    from lockstep.trainer.trainer import Trainer
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 Modules = nn.Module | Iterable[Any]
@@ -116,6 +117,11 @@ class BackboneFinetuning(callbacks.BackboneFinetuning, BaseFinetuning):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        if stage == "fit":
+            self.previous_backbone_lr = None
+        super().setup(trainer, module, stage)
 
     def finetune_function(self, module: Module, epoch: int, optimizer: Optimizer) -> None:
         joined = self._group is not None
