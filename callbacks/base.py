@@ -113,7 +113,7 @@ class Callback:
 
     def roll_back(self, state_dict: dict[str, Any]) -> None:
         """Take it back within the run that has saved it, in which `Guard(non_finite="roll_back")` goes back to a
-        checkpoint. Called on every rank."""
+        checkpoint, whose step `trainer.global_step` is. Called on every rank."""
         self.load_state_dict(state_dict)
 
     def parameter_state(self, trainer: Trainer, module: Module) -> ParameterState | None:

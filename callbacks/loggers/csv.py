@@ -86,9 +86,10 @@ class CSVLogger(RunLogger):
         self._mine = written | {*range(rows, self._num_rows)}
 
     def roll_back(self, state_dict: dict[str, Any]) -> None:
-        self._rows, self._columns = [], None  # the next write drops what came since then
-        self._num_rows, self._outside = int(state_dict["rows"]), {*state_dict["outside"]}
-        self._num_valid_rows = self._num_rows - len(self._outside)
+        # The next write drops later steps; what came at this one, as of an epoch's end, does not come again.
+        self._last_valid_step, self._columns = self._at(None), None
+        valid = [row for row in self._rows if row["step"] <= self._last_valid_step]
+        self._num_rows, self._rows = self._num_rows - len(self._rows) + len(valid), valid
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)

@@ -96,6 +96,11 @@ class TensorBoardLogger(RunLogger):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict["file"], state_dict["bytes"]
 
+    def roll_back(self, state_dict: dict[str, Any]) -> None:
+        self._purge_step = self._at(None) + 1
+        self._held = [held for held in self._held if held[1] < self._purge_step]
+        self._close()
+
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
         self._saved = None  # a checkpoint that the run resumes is loaded later

@@ -94,6 +94,9 @@ class WandbLogger(RunLogger):
         self._num_valid_steps, self._old_dir = state_dict["steps"], state_dict["folder"]
         self._reopens = True
 
+    def roll_back(self, state_dict: dict[str, Any]) -> None:
+        self._num_valid_steps, self._last_valid_step, self._reopens = state_dict["steps"], self._at(None), True
+
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
         # The next run may be in another folder; a checkpoint that it resumes is loaded later.

@@ -178,8 +178,8 @@ def rewind(run: RunState, checkpoint: Checkpoint) -> None:
     """
     load_extra(run, checkpoint)
     restore_optimizers(run, checkpoint)
-    restore_callbacks(run, checkpoint, run.callbacks, within_run=True)
     run.progress.global_step = checkpoint.state["progress"]["global_step"]
+    restore_callbacks(run, checkpoint, run.callbacks, within_run=True)
 
 
 def load_extra(run: RunState, checkpoint: Checkpoint) -> None:

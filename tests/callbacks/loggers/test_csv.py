@@ -233,4 +233,5 @@ def test_a_run_that_goes_back_to_a_checkpoint_has_each_step_once(flush_every: in
     trainer.fit(Breaks(), loader(32), loader(8))
     rows = table(Path(str(trainer.log_dir)))
     assert [int(row["step"]) for row in rows if row["train/loss_step"]] == [*range(1, 10)]
+    assert [int(row["step"]) for row in rows if row["train/loss_epoch"]] == [4, 5, 9], "an epoch is not run again"
     assert rows[-1]["val/loss"]

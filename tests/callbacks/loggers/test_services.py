@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from lockstep import Trainer
-from lockstep.callbacks import CSVLogger, MLflowLogger, ModelCheckpoint, TensorBoardLogger, WandbLogger
+from lockstep.callbacks import CSVLogger, Guard, MLflowLogger, ModelCheckpoint, TensorBoardLogger, WandbLogger
 from lockstep.strategies.launch import fault_injection
 from tests.trainer.toy import Net, loader, net, quiet
 
@@ -383,3 +383,26 @@ def test_a_fit_that_begins_again_in_its_folder_has_its_first_step_once(tmp_path:
     assert of_csv(tmp_path / "metrics.csv")["rate"] == of_tensorboard(tmp_path)["rate"] == [(0, 0.5), (1, 0.5)]
     _, *rows = map(json.loads, (tmp_path / "wandb_rows.jsonl").read_text().splitlines())
     assert rows == [{"trainer/global_step": step, "rate": 0.5} for step in (0, 1)]
+
+
+class Breaks(Net):
+    calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        return super().training_step(batch, batch_idx) * (float("nan") if self.calls == 7 else 1)
+
+
+@pytest.mark.ranks
+def test_wandb_has_each_step_once_when_a_run_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
+    trainer = quiet(
+        max_epochs=3,
+        logger=WandbLogger(tmp_path),
+        callbacks=[ModelCheckpoint(every_n_train_steps=4), Guard(non_finite="roll_back")],
+        enable_checkpointing=True,
+        log_every_n_steps=1,
+    )
+    trainer.fit(Breaks(), loader(32))
+    points, _, _ = of_wandb(Path(str(trainer.log_dir)))
+    assert [step for step, _ in points["train/loss_step"]] == [*range(1, 10)]
+    assert [step for step, _ in points["train/loss_epoch"]] == [4, 5, 9], "an epoch is not run again"

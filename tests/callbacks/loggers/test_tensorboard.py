@@ -25,8 +25,9 @@ from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.list_session_groups import Handler
 from torch import nn
 
-from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.callbacks import Callback, Guard, ModelCheckpoint
 from lockstep.callbacks.loggers.tensorboard import TensorBoardLogger
+from tests.trainer import toy
 from tests.trainer.toy import loader, net, quiet
 
 
@@ -319,3 +320,24 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_writer_before_the_run_says_when_it_exists() -> None:
     with pytest.raises(RuntimeError, match="no folder yet"):
         _ = TensorBoardLogger().experiment
+
+
+class Breaks(toy.Net):
+    calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        return super().training_step(batch, batch_idx) * (float("nan") if self.calls == 7 else 1)
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_shows_each_step_once(tmp_path: Path) -> None:
+    quiet(
+        max_epochs=3,
+        logger=TensorBoardLogger(tmp_path),
+        callbacks=[ModelCheckpoint(every_n_train_steps=4), Guard(non_finite="roll_back")],
+        enable_checkpointing=True,
+        log_every_n_steps=1,
+    ).fit(Breaks(), loader(32))
+    (folder,) = tmp_path.glob("*/version_0")
+    assert [step for step, _ in points(folder, "train/loss_step")] == [*range(1, 10)]
+    assert [step for step, _ in points(folder, "train/loss_epoch")] == [4, 5, 9], "an epoch is not run again"
