@@ -109,8 +109,6 @@ class Topology:
     """Number of different shares into which the global batch is split."""
     is_reporting_rank: bool = True
     """Of the ranks that share samples exactly one is True: what it logs and predicts stands for all of them."""
-    sample_share: float = 1.0
-    """What part of its samples' tokens this rank computes."""
 
 
 @dataclass(frozen=True)

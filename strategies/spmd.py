@@ -178,8 +178,7 @@ class SPMDStrategy(SPMDStep[W]):
                 world = None  # a group of one meets nobody
             elif world is None or world.launcher not in ("lockstep", "plan"):
                 self._end_watchdog = sidecar.guard(self.topology.rank)
-            backend = "cpu:gloo,cuda:nccl" if self.topology.device.type == "cuda" else "gloo"
-            process_group.init_process_group(world, backend, self.timeout_s, self.topology.device)
+            process_group.init_process_group(world, process_group.backend_of(device), self.timeout_s, device)
             self._agreement = StepAgreement(self.topology.rank, self.topology.world_size, self.timeout_s)
         if self.compressor is not None:
             layout = Layout((self.topology.data_rank,), self.topology.data_size, writes_memory=self.topology.rank == 0)

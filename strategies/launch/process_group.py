@@ -95,6 +95,11 @@ _leaving: list[threading.Thread] = []
 """What may still be in the default group of the last run."""
 
 
+def backend_of(device: torch.device) -> str:
+    """What the groups of a run need, for tensors on the ranks' devices, of which `device` is one, and on the host."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
 def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
     """A new group of `ranks`, None for all, whose collectives wait as long as those of the default group; torch's own
     default is another. Every rank calls it."""

@@ -15,7 +15,7 @@ class FSDP(ShardedStrategy):
     """Fully sharded data parallelism: each rank sees its share of the global batch and keeps its share of every tensor.
 
     A block's parameters are gathered before it runs and freed after it, in the forward and again in the backward;
-    gradients are averaged and cut in one collective. Values come from rank 0, whatever the others hold.
+    gradients are summed and cut in one collective. Values come from rank 0, whatever the others hold.
 
     `replicas`: 1 cuts over all ranks; n cuts over groups of ranks / n, which hold the same (hybrid sharding).
     `wrap`, `reshard_after_forward`, `cpu_offload`, `find_unused_parameters`, `sync_every_micro_batch`,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lockstep.strategies.base import Topology
 from lockstep.strategies.launch import environment
-from lockstep.strategies.launch.process_group import new_mesh
+from lockstep.strategies.launch.process_group import backend_of, new_mesh
 from lockstep.strategies.sync.collectives import own_group
 
 AXES = ("pipeline", "ddp", "fsdp", "tensor")
@@ -113,7 +113,7 @@ def pipeline_ranks(axes: Mapping[str, int | None], topology: Topology) -> Pipeli
     }
     data_size = topology.world_size // sizes["pipeline"]
     stage_rank, data_rank = divmod(topology.rank, data_size)  # neighbors share layers, not samples
-    backend = "cpu:gloo,cuda:nccl" if topology.device.type == "cuda" else "gloo"
+    backend = backend_of(topology.device)
     group = own_group([ranks[first::data_size] for first in range(data_size)], backend)
     mesh = data_group = None
     if "fsdp" in sizes:

@@ -49,7 +49,7 @@ class MeshModel(nn.Module):
         """What is gathered and freed as one: the blocks and this module, which holds the rest. Empty without data
         axes."""
         self.unsharded: list[nn.Parameter] = []
-        """Parameters that the units leave whole; their gradients are averaged over data ranks by hand."""
+        """Parameters that the units leave whole; their gradients are summed over data ranks by hand."""
         self.watched_hooks: list[tuple[nn.Module, str, Any]] = []
         """Modules that take no hooks, with the attribute and what it held before."""
         self.sequence: SequenceSharding | None = None

@@ -355,8 +355,7 @@ class ShardedStrategy(ShardedOptimizers):
         return "ddp" in names or "fsdp" in names
 
     def _check_used(self, wrapped: MeshModel) -> None:
-        """Raise RuntimeError where the ranks gave gradients to different parameters: torch has averaged one with
-        another."""
+        """Raise RuntimeError where the ranks gave gradients to different parameters: torch has added one to another."""
         if self._steps is None:
             return
         cut = self._sharded_by_name(wrapped) if self._named is None else self._named

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.strategies.base import StepFn, StepHooks, Topology
 from lockstep.strategies.checkpoint_state import TensorShard
+from lockstep.strategies.launch.process_group import backend_of
 from lockstep.strategies.losses import has_loss
 from lockstep.strategies.mesh.mesh import AXES
 from lockstep.strategies.mesh.options import Options
@@ -34,12 +35,7 @@ def engine_group(mesh: DeviceMesh, topology: Topology) -> dist.ProcessGroup | No
     if sizes.keys() <= set(AXES):
         return None
     everyone, size = range(mesh.size()), math.prod(sizes[axis] for axis in sizes.keys() & set(AXES))
-    return own_group([everyone[first : first + size] for first in everyone[::size]], backend_of(topology))
-
-
-def backend_of(topology: Topology) -> str:
-    """What the groups of a run need, for tensors on its device and on the host."""
-    return "cpu:gloo,cuda:nccl" if topology.device.type == "cuda" else "gloo"
+    return own_group([everyone[first : first + size] for first in everyone[::size]], backend_of(topology.device))
 
 
 def checked(step_fn: StepFn, changes: ModelChanges | None, topology: Topology) -> StepFn:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import Capabilities, StepFn, Strategy, Topology
 from lockstep.strategies.devices import resolve_accelerator, resolve_devices
 from lockstep.strategies.launch import environment
+from lockstep.strategies.launch.process_group import backend_of
 from lockstep.strategies.mesh import steps
 from lockstep.strategies.mesh.mesh import devices_of, parse, resolve
 from lockstep.strategies.mesh.mesh_parallel import MeshParallel
@@ -110,7 +111,8 @@ class Islands(LearnerRounds["MeshModel"], ShardedStrategy):
         self._writes_owned = rank < size  # the others' state is that of other learners
         self._own_peers = self._engine
         self._own_agreement = StepAgreement(rank % size, size, self.timeout_s, self._engine)
-        self._across = own_group([range(world)[place::size] for place in range(size)], steps.backend_of(self.topology))
+        everyone = [range(world)[place::size] for place in range(size)]
+        self._across = own_group(everyone, backend_of(self.topology.device))
         return self.topology
 
     def teardown(self) -> None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import Topology
 from lockstep.strategies.checkpoint_state import State
+from lockstep.strategies.launch.process_group import backend_of
 from lockstep.strategies.mesh.mesh import PipelineRanks
 from lockstep.strategies.modules.absent import Absent, is_here
 from lockstep.strategies.modules.model_changes import renamed
@@ -252,7 +253,7 @@ class Tied:
     """
 
     def __init__(self, tensors: StageTensors, ranks: PipelineRanks, topology: Topology) -> None:
-        backend = "cpu:gloo,cuda:nccl" if topology.device.type == "cuda" else "gloo"
+        backend = backend_of(topology.device)
         self.by_group: list[tuple[dist.ProcessGroup | None, list[nn.Parameter]]] = []
         """Those of this rank."""
         self.copies: list[nn.Parameter] = []

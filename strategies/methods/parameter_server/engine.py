@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.base import Topology
-from lockstep.strategies.mesh.steps import backend_of
+from lockstep.strategies.launch.process_group import backend_of
 from lockstep.strategies.methods.parameter_server.dealer import Dealer
 from lockstep.strategies.methods.parameter_server.layout import Layout, spread
 from lockstep.strategies.methods.parameter_server.links import Links
@@ -45,7 +45,7 @@ def group_of_servers(num_servers: int, topology: Topology) -> dist.ProcessGroup 
     waits for all.
     """
     holders = [*range(min(num_servers, topology.world_size))]
-    return dist.new_group(holders, backend=backend_of(topology), timeout=FOREVER) if len(holders) > 1 else None
+    return dist.new_group(holders, backend=backend_of(topology.device), timeout=FOREVER) if len(holders) > 1 else None
 
 
 class Ends(NamedTuple):

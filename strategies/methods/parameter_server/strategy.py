@@ -18,7 +18,6 @@ from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, 
 from lockstep.strategies.checkpoint_state import Reader, State, gather_state
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.launch import environment, launcher, process_group
-from lockstep.strategies.mesh.steps import backend_of
 from lockstep.strategies.methods.parameter_server.data import DealtLoader
 from lockstep.strategies.methods.parameter_server.dealer import shares_of
 from lockstep.strategies.methods.parameter_server.engine import Ends, Engine, Options
@@ -338,7 +337,7 @@ class ParameterServer(SPMDStrategy):
             self._agreement = None
         process_group.destroy_process_group()
         self.topology = replace(self.topology, rank=rank, data_rank=rank, world_size=world_size, data_size=world_size)
-        backend = backend_of(self.topology)
+        backend = process_group.backend_of(self.topology.device)
         world, device = environment.detect(), self.topology.device
         process_group.init_process_group(world, backend, self.timeout_s, device, self._members)
         for loader in self._evaluated:
