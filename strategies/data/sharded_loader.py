@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from lockstep.strategies.data.batch_rows import guess_batch_size
 from lockstep.strategies.data.open_loader import source_of
 from lockstep.strategies.data.sample_axis import Shown
 from lockstep.strategies.data.source import Order, Share
@@ -386,4 +385,4 @@ def _positive(accumulate: int) -> int:
     return accumulate
 
 
-__all__ = ["MicroBatch", "ShardedLoader", "Window", "guess_batch_size"]
+__all__ = ["MicroBatch", "ShardedLoader", "Window"]

@@ -128,17 +128,8 @@ class Engine:
                 else tuple(without_weight(t, received, wrapped.device) for t in self._layout.messages[stage].tensors)
             )
         except Exception as error:
-            if "appears to not have been used in the graph" in str(error):
-                new = RuntimeError(
-                    "training_step asks for a gradient by torch.autograd.grad, but on the last stage of a pipeline "
-                    "the graph begins with "
-                    "what the stage before has sent, so inputs and weights of earlier stages have none in "
-                    f"{wrapped.name}; use strategy='ddp' or 'fsdp'"
-                )
-                new.__cause__ = error
-                error = new
             self._error = error
-            raise error
+            raise
 
     def _checked_step(self, index: int) -> Any:
         """The user's step where it runs to its end. Raises RuntimeError if it ran a backward of its own."""

@@ -15,7 +15,8 @@ from torch.utils.data import (
     Sampler,
 )
 
-from lockstep.strategies.data.sharded_loader import ShardedLoader, guess_batch_size
+from lockstep.strategies.data.batch_rows import guess_batch_size
+from lockstep.strategies.data.sharded_loader import ShardedLoader
 from tests.strategies.data.samples import Numbers, Sized, Stream, to_list
 
 
