@@ -47,9 +47,9 @@ def test_activations_are_brought_to_each_layer_and_back(monkeypatch: pytest.Monk
     import lockstep.strategies.model_parallel as module
 
     sent: list[Any] = []
-    real = module.move
+    real = module.move_in_place
     monkeypatch.setattr(
-        module, "move", lambda batch, device, dtype: (sent.append(device), real(batch, torch.device("cpu"), dtype))[1]
+        module, "move_in_place", lambda value, device: (sent.append(device), real(value, torch.device("cpu")))[1]
     )
     monkeypatch.setattr(model_parallel, "nth_device", lambda kind, index: torch.device("cpu", index))
     strategy = ModelParallel()
