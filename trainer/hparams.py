@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import enum
 import inspect
 import re
@@ -120,19 +121,39 @@ def _savable(value: Any) -> bool:
     return True
 
 
+_HOLD = (type(None), list, tuple, dict, inspect.Parameter.empty)
+"""What an annotation names beside an Enum that may be all that it holds."""
+
+
 def restored(cls: type, saved: dict[str, Any]) -> dict[str, Any]:
     """Saved hyperparameters as arguments of `cls`, members of an Enum among them.
 
     A checkpoint holds the value of a member and names no class. The class is that of the argument's annotation,
-    or of its default. Raises ValueError for a value that the Enum does not have.
+    or of its default; other classes in the annotation may have other values, which stay. Raises ValueError for a value
+    that the Enum does not have.
     """
     result = dict(saved)
     for name, parameter in inspect.signature(cls).parameters.items():
         kinds = [type(parameter.default), *_classes(parameter.annotation, cls)]
         kind = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, enum.Enum)), None)
         if kind is not None and result.get(name) is not None:
-            result[name] = kind(result[name])
+            alone = not any(isinstance(other, type) and other not in (kind, *_HOLD) for other in kinds[1:])
+            result[name] = _members(result[name], kind, strict=alone)
     return result
+
+
+def _members(value: Any, kind: type[enum.Enum], strict: bool) -> Any:
+    """`value`, or what a container holds, as members of the Enum; with `strict` False what it lacks stays."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_members(item, kind, strict) for item in value)
+    if isinstance(value, dict):
+        return {key: _members(item, kind, strict) for key, item in value.items()}
+    try:
+        return kind(value)
+    except ValueError:
+        if strict:
+            raise
+        return value
 
 
 def built(
@@ -175,7 +196,7 @@ def _classes(annotation: Any, cls: type) -> list[Any]:
     found = []
     for path in re.findall(r"[^\W\d][\w.]*", annotation):
         first, *rest = path.split(".")
-        value = scope.get(first)
+        value = scope.get(first, getattr(builtins, first, None))
         for name in rest:
             value = getattr(value, name, None)
         found.append(value)
@@ -204,7 +225,7 @@ def _init_arguments(owner: Any, frame: FrameType | None) -> dict[str, Any]:
             and local.get("self", local.get(code.co_varnames[0] if code.co_varnames else "")) is owner
         ):
             info = inspect.getargvalues(frame)
-            for name in info.args[1:] + _keyword_only(code):
+            for name in info.args[1:]:
                 found[name] = local[name]
             if info.keywords:
                 found.update(local[info.keywords])
@@ -212,8 +233,3 @@ def _init_arguments(owner: Any, frame: FrameType | None) -> dict[str, Any]:
             break
         frame = frame.f_back
     return found
-
-
-def _keyword_only(code: Any) -> list[str]:
-    names = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-    return list(names)

@@ -19,6 +19,8 @@ from lockstep.trainer.run.manual import manual_backward
 from lockstep.trainer.seeding import named_stream
 
 if TYPE_CHECKING:
+    from typing_extensions import Self  # of Python 3.11
+
     from lockstep.trainer.run.state import RunState
     from lockstep.trainer.trainer import Trainer
 
@@ -289,15 +291,13 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
         for parameter, requires_grad in self.__dict__.pop("_toggled", {}).values():
             parameter.requires_grad_(requires_grad)
 
-    def freeze(self) -> None:
+    def freeze(self) -> Self:
         """Stop training: no parameter gets a gradient, and every submodule is in evaluation mode."""
-        self.requires_grad_(False)
-        self.eval()
+        return self.requires_grad_(False).eval()
 
-    def unfreeze(self) -> None:
+    def unfreeze(self) -> Self:
         """Train every parameter, in training mode."""
-        self.requires_grad_(True)
-        self.train(True)
+        return self.requires_grad_(True).train(True)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack each tensor of `data` over ranks: shape `[data_size, …]`. Every rank calls it; no gradient flows.

@@ -41,7 +41,7 @@ class WandbLogger(RunLogger):
         save_dir: folder above all runs; None takes the Trainer's `default_root_dir`.
         name: folder of this experiment below `save_dir`; None takes the module's class name.
         version: folder of this run below `name`, a number N for `version_N`; None takes the next free one.
-        project: W&B project; None takes the experiment's name.
+        project: W&B project; None takes that of the variable WANDB_PROJECT, else the experiment's name.
         id: id of the W&B run; None takes that of the run that is resumed, else a new one.
         module: the module that logs; `"trackio"` for Trackio, or another that has W&B's `init`, `log` and `finish`.
         **options: further arguments of `wandb.init`, such as `mode="offline"`, `entity` or `tags`.
@@ -184,7 +184,7 @@ class WandbLogger(RunLogger):
     def _begin(self, module: Any, again: bool) -> Any:
         folder = self.log_dir or ""
         options: dict[str, Any] = {
-            "project": self.project or os.path.basename(os.path.dirname(folder)),
+            "project": self.project or os.environ.get("WANDB_PROJECT") or os.path.basename(os.path.dirname(folder)),
             "name": os.path.basename(folder),
         } | self.options
         if self.module != "wandb":

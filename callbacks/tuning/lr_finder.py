@@ -158,8 +158,8 @@ class RisingRate(Callback):
         rate = self.finder.rate_at(trainer.global_step)
         index = next(i for i, item in enumerate(trainer.optimizers) if item is optimizer)
         if index not in self._shares:
-            first = float(optimizer.param_groups[0]["lr"]) or 1.0
-            self._shares[index] = [float(group["lr"]) / first for group in optimizer.param_groups]
+            rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+            self._shares[index] = [rate / (rates[0] or 1.0) for rate in rates]  # whatever a warm-up begins with
         for group, share in zip(optimizer.param_groups, self._shares[index], strict=True):
             group["lr"] = group["lr"].fill_(rate * share) if isinstance(group["lr"], torch.Tensor) else rate * share
 

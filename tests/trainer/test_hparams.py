@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from enum import Enum
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -128,3 +129,27 @@ def test_load_from_checkpoint_rebuilds_what_was_saved(tmp_path: Path) -> None:
     assert isinstance(More.load_from_checkpoint(saved(Derived(3), tmp_path / "less"), strict=False).head, nn.Linear)
     with pytest.raises(CheckpointError, match="lacks head.bias, head.weight"):
         More.load_from_checkpoint(saved(Derived(3), tmp_path / "strict"))
+
+
+class Color(str, Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+def test_members_of_an_enum_come_back_in_lists_and_beside_other_kinds(tmp_path: Path) -> None:
+    class Colored(Net):
+        def __init__(self, colors: list[Color], shade: Color | str = Color.RED, one: Color | None = None) -> None:
+            Module.__init__(self)
+            self.save_hyperparameters()
+            self.net = nn.Linear(8, 3)
+
+        def configure_optimizers(self) -> Any:
+            return SGD(self.parameters(), 0.1)
+
+    module = Colored([Color.RED, Color.BLUE], shade="pale", one=Color.BLUE)
+    trainer = quiet(default_root_dir=tmp_path)
+    trainer.fit(module, loader(8))
+    trainer.save_checkpoint(tmp_path / "x")
+    loaded = Colored.load_from_checkpoint(tmp_path / "x")
+    assert loaded.hparams == {"colors": [Color.RED, Color.BLUE], "shade": "pale", "one": Color.BLUE}
+    assert [type(color) for color in loaded.hparams.colors] == [Color, Color]

@@ -231,7 +231,7 @@ class WandbLogger(_WithPrefix, callbacks.WandbLogger):
         _refuse("WandbLogger", given)
         if offline:
             options["mode"] = "offline"
-        super().__init__(dir or save_dir, project=project, id=id or version, **options)
+        super().__init__(save_dir or dir, project=project, id=version or id, **options)
         self.prefix = prefix
         self._watched: list[dict[str, Any]] = []  # until there is a run
         if name is not None:

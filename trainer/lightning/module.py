@@ -172,7 +172,7 @@ class LightningDataModule(HyperparametersMixin, DataModule):
         }
         for name, data in given.items():
             if data is not None:
-                made = loaders(data, shuffle=data is train_dataset)
+                made = loaders(data, shuffle=name == "train_dataloader")
                 setattr(module, name, lambda made=made: made)
         return module
 

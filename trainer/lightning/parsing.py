@@ -1,10 +1,13 @@
-"""Functions of `lightning.pytorch.utilities` for words, memory and tied parameters."""
+"""Functions of `lightning.pytorch.utilities` for words, memory and tied parameters, and what the environment sets."""
 
 from __future__ import annotations
 
+import ast
 import gc
+import os
 import pickle
 from collections.abc import Iterable, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -85,3 +88,15 @@ def set_shared_parameters(module: nn.Module, shared_params: Iterable[Sequence[st
             owner, _, name = other.rpartition(".")
             setattr(module.get_submodule(owner), name, module.get_parameter(first))
     return module
+
+
+def from_environment() -> dict[str, Any]:
+    """The arguments that `PL_TRAINER_…` gives."""
+    found: dict[str, Any] = {}
+    for name, text in os.environ.items():
+        if name.startswith("PL_TRAINER_"):
+            value: Any = text
+            with suppress(ValueError, SyntaxError):
+                value = ast.literal_eval(text)
+            found[name.removeprefix("PL_TRAINER_").lower()] = value
+    return found

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import os
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +18,7 @@ from lockstep.trainer.lightning.callbacks.shown import ModelSummary, TQDMProgres
 from lockstep.trainer.lightning.loggers import TensorBoardLogger
 from lockstep.trainer.lightning.loops import EvaluationLoop, FitLoop, PredictionLoop
 from lockstep.trainer.lightning.names import ACCEPTED
+from lockstep.trainer.lightning.parsing import from_environment
 from lockstep.trainer.lightning.types import RunningStage, TrainerFn, TrainerStatus
 from lockstep.trainer.lightning.utilities import MisconfigurationException
 from lockstep.trainer.lightning_names import ARGUMENTS
@@ -70,7 +69,7 @@ class Trainer(_Trainer):
     def __init__(self, **arguments: Any) -> None:
         self._barebones = bool(arguments.get("barebones"))
         self._predictions: list[Any] = []
-        given = _from_environment() | arguments
+        given = from_environment() | arguments
         zero = {name for name in _NOTHING if name in given and _is_zero(given[name])}
         try:
             super().__init__(**_ours({name: value for name, value in given.items() if name not in zero}))
@@ -319,7 +318,8 @@ def _ours(given: dict[str, Any]) -> dict[str, Any]:
         if arguments.pop(name) not in ACCEPTED[name]:
             raise TypeError(f"Trainer has no argument {name!r}; {ARGUMENTS[name]}")
     limits = (arguments.get(name) for name in ("max_epochs", "max_time"))
-    if all(limit is None for limit in limits) and arguments.get("max_steps", -1) == -1:
+    timed = any(isinstance(item, _callbacks.Timer) for item in _callbacks_of(arguments))
+    if not timed and all(limit is None for limit in limits) and arguments.get("max_steps", -1) == -1:
         arguments["max_epochs"] = 1000
     if arguments.get("gradient_clip_val") == 0:
         del arguments["gradient_clip_val"]
@@ -355,8 +355,7 @@ def _choose_strategy(arguments: dict[str, Any]) -> None:
 
 def _choose_callbacks(arguments: dict[str, Any]) -> None:
     arguments.setdefault("default_root_dir", ".")
-    given = arguments.get("callbacks") or []
-    given = [given] if isinstance(given, Callback) else list(given)
+    given = _callbacks_of(arguments)
     if arguments.get("logger", True) is True and not arguments.get("fast_dev_run"):
         arguments["logger"] = TensorBoardLogger(arguments["default_root_dir"])
     saves = arguments.get("enable_checkpointing", True) and not arguments.get("fast_dev_run")
@@ -376,25 +375,16 @@ def _choose_callbacks(arguments: dict[str, Any]) -> None:
     arguments["callbacks"] = given
 
 
+def _callbacks_of(arguments: dict[str, Any]) -> list[Callback]:
+    given = arguments.get("callbacks") or []
+    return [given] if isinstance(given, Callback) else list(given)
+
+
 def _savers(given: dict[str, Any]) -> list[_callbacks.ModelCheckpoint]:
     """The ModelCheckpoints that a run has without `fast_dev_run`."""
-    among = given.get("callbacks") or []
-    among = [among] if isinstance(among, Callback) else among
-    found = [item for item in among if isinstance(item, _callbacks.ModelCheckpoint)]
+    found = [item for item in _callbacks_of(given) if isinstance(item, _callbacks.ModelCheckpoint)]
     return found or ([] if given.get("enable_checkpointing") is False else [ModelCheckpoint()])
 
 
 def _is_zero(value: Any) -> bool:
     return isinstance(value, int | float) and value == 0
-
-
-def _from_environment() -> dict[str, Any]:
-    """The arguments that `PL_TRAINER_…` gives."""
-    found: dict[str, Any] = {}
-    for name, text in os.environ.items():
-        if name.startswith("PL_TRAINER_"):
-            value: Any = text
-            with suppress(ValueError, SyntaxError):
-                value = ast.literal_eval(text)
-            found[name.removeprefix("PL_TRAINER_").lower()] = value
-    return found

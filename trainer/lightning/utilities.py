@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.callbacks._support.files import replacing
 from lockstep.callbacks._support.hparams import plain_params, to_yaml
 from lockstep.callbacks._support.shadow import call, fitting, restored_rng
 from lockstep.callbacks.model_summary import summarize as _summarize
+from lockstep.strategies.data.batch_slices import move
 from lockstep.strategies.launch import environment
 from lockstep.trainer.hparams import Namespace
 from lockstep.trainer.seeding import rng_state, set_rng_state
@@ -110,8 +110,8 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 
 
 def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
-    """The batch with its tensors on `device`."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+    """The batch with its tensors on `device`, and what moves itself by a method `to`."""
+    return move(batch, torch.device(device), None)
 
 
 @contextmanager

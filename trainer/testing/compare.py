@@ -182,8 +182,9 @@ def relative(tensor: Tensor, expected: Tensor) -> float:
         return math.inf
     if torch.equal(tensor, expected):
         return 0.0
-    scale = expected.abs().max().item() or 1.0
-    value = (tensor.double() - expected.double()).abs().max().item() / scale
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    tensor, expected = tensor.to(wide), expected.to(wide)
+    value = (tensor - expected).abs().max().item() / (expected.abs().max().item() or 1.0)
     return math.inf if math.isnan(value) else value
 
 

@@ -336,6 +336,9 @@ def test_a_drop_in_gets_steps_and_a_resumed_run_replaces_its_own(
     assert [call[0] for call in service.calls] == ["init", "config", "log", "log", "finish"]
     name = f"v-{state['id']}"
     assert service.calls[0] == ("init", {"project": "n", "name": name, "config": {"lr": 0.1}})
+    monkeypatch.setenv("WANDB_PROJECT", "points")
+    begun(WandbLogger(module="trackio"), tmp_path / "n" / "other").log_metrics({"loss": 1.0}, step=1)
+    assert next(call for call in reversed(service.calls) if call[0] == "init")[1]["project"] == "points"
     assert service.calls[2] == ("log", {"loss": 1.0}, {"step": 4})
     logger.log_metrics({"test": 3.0}, step=5)  # as of a test between two fits, which a resumed one keeps
     logger.finalize("success")

@@ -51,6 +51,21 @@ def test_losses_are_those_of_a_sweep_by_hand() -> None:
     assert module.hparams.lr == callback.result.suggestion()
 
 
+def test_a_warm_up_from_zero_changes_nothing_of_the_search() -> None:
+    class Warm(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    torch.manual_seed(0)
+    callback, plain = finder(), finder()
+    quiet(**OPTIONS, callbacks=[callback]).fit(Warm(), loader())
+    find(plain)
+    assert callback.result is not None and plain.result is not None
+    assert callback.result.losses == plain.result.losses and callback.result.lrs == plain.result.lrs
+
+
 def test_the_run_is_the_one_that_had_the_rate_from_the_start() -> None:
     callback = finder()
     module = find(callback)

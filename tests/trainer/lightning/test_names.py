@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import TensorDataset
 
 import lockstep.lightning as L
 import lockstep.lightning.pytorch as pl
@@ -453,3 +454,35 @@ def test_from_datasets_gives_its_arguments_to_a_class_that_takes_them() -> None:
             self.given = other, batch_size
 
     assert Sized.from_datasets(loader().dataset, batch_size=4, other=5).given == (5, 4)
+
+
+def test_from_datasets_shuffles_training_alone() -> None:
+    places = TensorDataset(torch.arange(64))
+    made = pl.LightningDataModule.from_datasets(places, places, places, places, batch_size=64)
+    in_order = [
+        torch.equal(next(iter(loader))[0], places.tensors[0])
+        for loader in (
+            made.train_dataloader(),
+            made.val_dataloader(),
+            made.test_dataloader(),
+            made.predict_dataloader(),
+        )
+    ]
+    assert in_order == [False, True, True, True]
+
+
+def test_what_moves_itself_is_moved() -> None:
+    class Graph:
+        place = "cpu"
+
+        def to(self, device: Any, **options: Any) -> Any:
+            self.place = torch.device(device).type
+            return self
+
+    assert pl.utilities.move_data_to_device({"graph": Graph()}, "meta")["graph"].place == "meta"
+
+
+def test_frozen_modules_are_returned() -> None:
+    module = classifier(pl)()
+    assert module.freeze() is module and not module.training
+    assert module.unfreeze() is module and module.training

@@ -51,7 +51,7 @@ def fit(module: Any, callback: Any = None, ckpt_path: Any = None, **options: Any
     return module
 
 
-def by_hand(kind: Any) -> tuple[Any, list[float]]:
+def by_hand(kind: Any, annealing: int = 2) -> tuple[Any, list[float]]:
     """What a loop of torch gives: the mean of the weights before epochs 2, 3 and 4."""
     module = kind().double()
     configured = module.configure_optimizers()
@@ -59,7 +59,7 @@ def by_hand(kind: Any) -> tuple[Any, list[float]]:
     average, rates, often = AveragedModel(module), [], module.interval == "step"
     for epoch in range(5):
         if epoch == 2:
-            scheduler, often = SWALR(optimizer, 0.05, anneal_epochs=2), False
+            scheduler, often = SWALR(optimizer, 0.05, anneal_epochs=annealing), False
         if epoch >= 2:
             average.update_parameters(module)
         for i, batch in enumerate(loader()):
@@ -74,10 +74,11 @@ def by_hand(kind: Any) -> tuple[Any, list[float]]:
     return average.module, rates
 
 
+@pytest.mark.parametrize("annealing", [0, 1, 2])
 @pytest.mark.parametrize("kind", [Stepped, SteppedOften])
-def test_weights_and_rates_are_those_of_torch(kind: Any) -> None:
-    expected, rates = by_hand(kind)
-    module = fit(kind())
+def test_weights_and_rates_are_those_of_torch(kind: Any, annealing: int) -> None:
+    expected, rates = by_hand(kind, annealing)
+    module = fit(kind(), averaging(annealing_epochs=annealing))
     assert distance(weights(module), weights(expected)) <= 1e-12
     assert module.rates == pytest.approx(rates, rel=1e-12)
 

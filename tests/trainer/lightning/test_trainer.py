@@ -21,7 +21,13 @@ QUIET: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("limit", "found"), [({"max_steps": 1}, -1), ({"max_time": {"hours": 1}, "max_steps": 1}, -1), ({}, 1000)]
+    ("limit", "found"),
+    [
+        ({"max_steps": 1}, -1),
+        ({"max_time": {"hours": 1}, "max_steps": 1}, -1),
+        ({"callbacks": pl.callbacks.Timer({"hours": 1})}, -1),
+        ({}, 1000),
+    ],
 )
 def test_max_epochs_is_unset_until_fit_unless_it_is_given(limit: dict[str, Any], found: int) -> None:
     trainer = pl.Trainer(**QUIET, **limit)

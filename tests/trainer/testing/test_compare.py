@@ -212,6 +212,8 @@ def test_what_is_missing_or_no_number_is_a_difference(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="different numbers of optimizers: 1 against 2"):
         differences(one, write(tmp_path / "norms", norms=(1.0, 1.0)), 0.1)
     assert relative(torch.ones(2), torch.ones(2).double()) == math.inf == relative(torch.ones(2), torch.ones(3))
+    assert relative(torch.tensor([3 + 5j]), torch.tensor([3 + 4j])) == 0.2, "imaginary parts count"
+    assert relative(torch.tensor([True, False]), torch.tensor([True, True])) == 1.0
 
 
 @pytest.mark.parametrize(

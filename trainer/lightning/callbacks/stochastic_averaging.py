@@ -174,12 +174,9 @@ class _Rates:
         _check_number(rates, self.optimizer)  # groups may have been added
         groups = self.optimizer.param_groups
         rates = rates if isinstance(rates, list) else [rates] * len(groups)
-        now = [group["lr"] for group in groups]
         for rate, group in zip(rates, groups, strict=True):
             group["initial_lr"] = rate
         self.scheduler = SWALR(self.optimizer, rates, self._epochs, self._strategy)  # type: ignore[arg-type]
-        for rate, group in zip(now, groups, strict=True):
-            group["lr"] = rate  # which it keeps but for rounding
 
     def step(self) -> None:
         if self.scheduler is not None:
@@ -191,7 +188,11 @@ class _Rates:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scheduler = None
         if state["swa"] is not None:
-            self.begin([group["swa_lr"] for group in self.optimizer.param_groups])
+            groups = self.optimizer.param_groups
+            now = [group["lr"] for group in groups]
+            self.begin([group["swa_lr"] for group in groups])
+            for rate, group in zip(now, groups, strict=True):
+                group["lr"] = rate  # which SWALR sets at once where it does not anneal
             assert self.scheduler is not None
             self.scheduler.load_state_dict(state["swa"])
 
