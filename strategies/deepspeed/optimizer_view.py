@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -68,7 +69,18 @@ class OptimizerView:
 
     def check_saved(self, key: str) -> None:
         """Raise ValueError where the optimizer saves what a checkpoint would not have."""
-        others_of(key, self._optimizer, self._saves, is_spread=True)
+        of_none: dict[Any, Any] = {}
+        for owner, value in self._optimizer.state.items():
+            if not isinstance(owner, Tensor):
+                of_none[owner] = value
+            elif not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+                raise ValueError(
+                    f"optimizer {key!r} ({type(self._optimizer).__name__}) keeps state of a parameter without a name "
+                    "for it, which a checkpoint of DeepSpeed cannot hold; keep it in a dict, as in "
+                    "self.state[p]['momentum'], or use strategy='ddp' or 'fsdp'"
+                )
+        saved = {name: of_none if name == "state" else None for name in self._saves}
+        others_of(key, self._optimizer, saved, is_spread=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._wrapped.has_gradients or (self._wrapped.access.hides_gradients and not self.stepped):
