@@ -129,7 +129,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
     },
     "Callbacks": {
         "BackboneFinetuning": "its rate is the last one times `lambda_func(epoch)` after what schedulers made of it; "
-        "as in Lightning with `lockstep.lightning`",
+        "as in Lightning with `lockstep.lightning`; `train_bn=False` freezes BatchNorm from the start, in Lightning "
+        "once the backbone joins",
         "BasePredictionWriter": "of ranks that share samples one writes; `PredictionWriter` writes one file in order",
         "BatchSizeFinder": "trials are runs of their own, of fit only, and at least one; finds a size that was "
         "tried, and not twice the last one; searches before a run only, so a subclass has no `scale_batch_size` to "
@@ -141,11 +142,13 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "EarlyStopping": "a check that reaches a threshold counts in `best_score` and `wait_count` too",
         "EMAWeightAveraging": "`WeightAveraging(decay)`, whose `use_buffers` is False; buffers of whole numbers stay "
         "those of training, and with `use_buffers=False` all do; a buffer that validation changes, or whose shape "
-        "changes, needs `use_buffers=False`",
+        "changes, needs `use_buffers=False`; before its first update the weights that train are validated and "
+        "returned, in Lightning those of the start",
         "GradientAccumulationScheduler": "`accumulate_grad_batches` of the Trainer holds before its first epoch",
         "LearningRateMonitor": "works without a logger too; a value for each step of the optimizers",
         "LearningRateFinder": "`LRFinder`; trials are runs of their own, whose rates go from `min_lr` to "
-        "`max_lr` and whose `results` are not smoothed; several optimizers are searched together; "
+        "`max_lr` and whose `results` are not smoothed; suggests where the loss falls fastest a step of the search, "
+        "Lightning where it does by the rate itself; several optimizers are searched together; "
         "searches before a run only, so a subclass has no `lr_find` to call in a hook; the Tuner searches beside "
         "finders among the callbacks",
         "ModelCheckpoint": "a checkpoint is a folder, with `lockstep.lightning` of the name of Lightning's file; a `/` "
@@ -160,7 +163,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "ModelPruning": "`lockstep.lightning` only; ranks the weights of now, Lightning's those of the last forward; "
         "masks are beside the weights in every checkpoint, whose weights are pruned and have the names of the module "
         "as it was built; random masks follow the seed of the run; refused by strategies that shard weights, for a "
-        "parameter of two layers, beside WeightAveraging, and on ranks with `make_pruning_permanent=False`",
+        "parameter of two layers, beside WeightAveraging, and on ranks with `make_pruning_permanent=False`; "
+        "`use_lottery_ticket_hypothesis` rewinds at each end of an epoch, Lightning's on a CPU only at the first",
         "ModelSummary": "the table, its names, types and numbers, and its sums; no `in_sizes` and `out_sizes`",
         "ProgressBar": "not a base class for bars of your own; shown if it is given, whatever `enable_progress_bar` "
         "says; of `refresh_rate` only 0 has an effect, with `lockstep.lightning`",

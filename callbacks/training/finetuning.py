@@ -149,7 +149,8 @@ class BackboneFinetuning(BaseFinetuning):
             return
         if self._group is None:
             rate = float(optimizer.param_groups[0]["lr"])
-            first = self.backbone_initial_lr or rate * self.backbone_initial_ratio_lr
+            given = self.backbone_initial_lr
+            first = rate * self.backbone_initial_ratio_lr if given is None else given
             self._group = len(optimizer.param_groups)
             self._unfreeze(self._backbone_of(module), optimizer, first)
         elif epoch > self.unfreeze_backbone_at_epoch and self._group < len(optimizer.param_groups):

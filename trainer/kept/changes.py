@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep.callbacks.base import Callback
-from lockstep.trainer.kept.identity import Reference, is_object, is_replaced, references, shared
+from lockstep.trainer.kept.identity import Reference, in_state_dict, is_object, is_replaced, references, shared
 from lockstep.trainer.kept.owners import has_no_state, is_of_program, iterators, layers, objects, parts, shown
 from lockstep.trainer.kept.values import (
     MOST_ITEMS,
@@ -26,7 +26,6 @@ from lockstep.trainer.kept.values import (
     copied,
     encoded,
     fields,
-    in_state_dict,
     is_equal,
     is_free,
     is_same,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from torch import Tensor, nn
 
 from lockstep.trainer.kept.owners import shown
 from lockstep.trainer.kept.values import MOST_ITEMS, SAVED, attributes, fields
@@ -76,3 +77,14 @@ def shared(values: Mapping[str, Mapping[str, Any]], owners: Mapping[str, Any]) -
             if reference(value) is not None:
                 groups.setdefault(id(value), []).append([path, name])
     return [group for group in groups.values() if len(group) > 1]
+
+
+def in_state_dict(module: nn.Module) -> Iterator[Tensor]:
+    """What the state dict holds."""
+    yield from module.parameters()
+    for layer in module.modules():
+        yield from (
+            buffer
+            for n, buffer in layer._buffers.items()
+            if n not in layer._non_persistent_buffers_set and buffer is not None
+        )

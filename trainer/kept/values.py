@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import PurePath
 from types import MemberDescriptorType
@@ -23,7 +23,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import is_of_user
-from lockstep.strategies.sync.contents import generator_content, generator_of, generator_state, generators, same_values
+from lockstep.strategies.sync.contents import (
+    checksum,
+    generator_content,
+    generator_of,
+    generator_state,
+    generators,
+    same_values,
+)
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray}
 _CONTAINERS = {list, tuple, set, frozenset, deque}
@@ -85,17 +92,6 @@ def caches_of(owner: Any) -> dict[str, Tensor | None]:
 def absent_caches(owner: Any) -> list[str]:
     """The names of those that other ranks hold."""
     return [name for name, buffer in caches_of(owner).items() if buffer is not None and not is_here(buffer)]
-
-
-def in_state_dict(module: nn.Module) -> Iterator[Tensor]:
-    """What the state dict holds."""
-    yield from module.parameters()
-    for layer in module.modules():
-        yield from (
-            buffer
-            for n, buffer in layer._buffers.items()
-            if n not in layer._non_persistent_buffers_set and buffer is not None
-        )
 
 
 def dict_of(owner: Any) -> dict[str, Any]:
@@ -170,7 +166,9 @@ def mark_of(value: Any, most: int, of_state: bool = False) -> Mark:
     if isinstance(value, Tensor):
         if kind is not Tensor or not _is_plain(value):
             return None, id(value)
-        version = object() if value.is_inference() else value._version
+        version: Any = object() if value.is_inference() else value._version
+        if value.is_cpu and value.nbytes <= _FEW_BYTES and not of_state:  # `.data` and numpy write past the version
+            version = version, checksum(value)
         is_saved = value.nbytes <= _MOST_BYTES or of_state
         return (weakref.ref(value), version) if is_saved else (None, [id(value), version])
     if isinstance(value, np.ndarray | np.generic):

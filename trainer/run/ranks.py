@@ -16,11 +16,11 @@ from lockstep.strategies.modules.model_changes import renamed
 from lockstep.trainer.checkpoint import store
 from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError, WeightsOnlyError
 from lockstep.trainer.checkpoint.rank_state import kept_tensors, put_tensors
+from lockstep.trainer.kept.identity import in_state_dict
 from lockstep.trainer.kept.owners import layers
 from lockstep.trainer.kept.values import (
     Mark,
     caches_of,
-    in_state_dict,
     is_same,
     is_savable,
     mark_of,

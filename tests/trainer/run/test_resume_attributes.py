@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lockstep import Module
-from lockstep.callbacks import Callback
+from lockstep.callbacks import Callback, ModelCheckpoint
 from lockstep.strategies import FSDP
 from lockstep.trainer.kept.changes import Changes
 from tests.trainer.toy import Net, equal, loader, quiet, weights
@@ -408,3 +408,31 @@ def test_a_module_without_hyperparameters_saves_its_attributes_on_each_rank(
     with caplog.at_level(logging.INFO):
         quiet(**options).fit(Bare(), loader(), ckpt_path=tmp_path / "2")
     assert "_hparams" not in caplog.text
+
+
+class WritesPast(Net):
+    """Moves tensors in attributes without a trace in their version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center, self.shared = torch.zeros(1), torch.from_numpy(np.zeros(1))
+        self.lookup = {"a": torch.zeros(1)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) * (1 + self.center + self.shared + self.lookup["a"]).float()
+        self.center.data.mul_(0.5).add_(loss.detach())
+        self.shared.numpy()[:] += 0.1
+        self.lookup["a"].data += 0.2
+        return loss.sum()
+
+
+def test_writes_past_the_version_of_a_tensor_are_saved(tmp_path: Path) -> None:
+    saved = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+    torch.manual_seed(0)
+    whole = WritesPast()
+    quiet(max_steps=6, max_epochs=2, callbacks=[saved], enable_checkpointing=True).fit(whole, loader(16, 4))
+    torch.manual_seed(0)
+    resumed = WritesPast()
+    quiet(max_steps=6, max_epochs=2).fit(resumed, loader(16, 4), ckpt_path=tmp_path / "step=3")
+    assert equal(weights(resumed), weights(whole))
+    assert [resumed.center, resumed.shared, resumed.lookup["a"]] == [whole.center, whole.shared, whole.lookup["a"]]
