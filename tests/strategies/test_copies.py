@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.strategies import SingleDevice
-from lockstep.strategies.devices import move
+from lockstep.strategies.data.batch_slices import move
 from tests.trainer.toy import data, equal, net, quiet, weights
 
 Pair = namedtuple("Pair", "first second")

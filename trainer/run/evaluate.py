@@ -81,19 +81,46 @@ def _set(hook: Callable[[], None] | None) -> Callable[[], None]:
 
 def stage_of(stage: str, module: Module, hooks: Hooks) -> Stage:
     """The step and hooks of "validate", "test" or "predict"."""
-    name = "validation" if stage == "validate" else stage
+    if stage == "validate":
+        return Stage(
+            name="validation",
+            kind="val",
+            step=module.validation_step,
+            to_eval=_set(module.on_validation_model_eval),
+            to_train=_set(module.on_validation_model_train),
+            start=hooks.on_validation_start,
+            end=hooks.on_validation_end,
+            epoch_start=hooks.on_validation_epoch_start,
+            epoch_end=hooks.on_validation_epoch_end,
+            batch_start=hooks.on_validation_batch_start,
+            batch_end=hooks.on_validation_batch_end,
+        )
+    if stage == "test":
+        return Stage(
+            name="test",
+            kind="test",
+            step=module.test_step,
+            to_eval=_set(module.on_test_model_eval),
+            to_train=_set(module.on_test_model_train),
+            start=hooks.on_test_start,
+            end=hooks.on_test_end,
+            epoch_start=hooks.on_test_epoch_start,
+            epoch_end=hooks.on_test_epoch_end,
+            batch_start=hooks.on_test_batch_start,
+            batch_end=hooks.on_test_batch_end,
+        )
     return Stage(
-        name=name,
-        kind=KINDS[stage],
-        step=getattr(module, f"{name}_step"),
-        to_eval=_set(getattr(module, f"on_{name}_model_eval")),
-        to_train=_set(getattr(module, f"on_{name}_model_train")),
-        start=getattr(hooks, f"on_{name}_start"),
-        end=getattr(hooks, f"on_{name}_end"),
-        epoch_start=getattr(hooks, f"on_{name}_epoch_start"),
-        epoch_end=getattr(hooks, f"on_{name}_epoch_end"),
-        batch_start=getattr(hooks, f"on_{name}_batch_start"),
-        batch_end=getattr(hooks, f"on_{name}_batch_end"),
+        name="predict",
+        kind="predict",
+        step=module.predict_step,
+        to_eval=_set(module.on_predict_model_eval),
+        to_train=_set(module.on_predict_model_train),
+        start=hooks.on_predict_start,
+        end=hooks.on_predict_end,
+        epoch_start=hooks.on_predict_epoch_start,
+        epoch_end=hooks.on_predict_epoch_end,
+        batch_start=hooks.on_predict_batch_start,
+        batch_end=hooks.on_predict_batch_end,
     )
 
 

@@ -4,7 +4,7 @@ must be the same on all ranks."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -36,11 +36,20 @@ class Sources:
         if given is not None:
             return given
         for owner in (self.datamodule, module):
-            method = None if owner is None else getattr(owner, f"{kind}_dataloader")
+            method = None if owner is None else loader_method(owner, kind)
             found = None if method is None else method()  # a user may have set it to None
             if found is not None:
                 return found
         return None
+
+
+def loader_method(owner: Module | DataModule, kind: str) -> Callable[[], Any] | None:
+    """The method of a Module or DataModule that returns its loaders of a kind."""
+    if kind == "train":
+        return owner.train_dataloader
+    if kind == "val":
+        return owner.val_dataloader
+    return owner.test_dataloader if kind == "test" else owner.predict_dataloader
 
 
 def evaluation_loaders(run: RunState, sources: Any, kind: str, overfit: float | int = 0) -> list[ShardedLoader]:

@@ -82,7 +82,7 @@ def test_diff_tells_what_differs(trained: tuple[Net, Path], tmp_path: Path, caps
         f"tensor model/net.0.weight: {(a != b).sum()} of 96 elements differ, by up to "
         f"{float((a.double() - b.double()).abs().max()):.6g} (" in out
     )
-    assert "state.progress.global_step: 3 and 4\n" in out
+    assert "state.progress.batches_seen: 3 and 4\n" in out
     capsys.readouterr()
     assert run("diff", trained[1], other, "--tolerance", "10") == 1
     assert "tensor" not in capsys.readouterr().out, "within tolerance; the state still differs"
