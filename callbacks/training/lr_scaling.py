@@ -48,8 +48,7 @@ class LRScaling(LRFactor):
         self.global_batch_size = global_batch_size
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        loader = trainer.train_dataloader
-        size = self.global_batch_size or (None if loader is None else loader.batch_size)
+        size = self.global_batch_size or trainer._run.batch_size_at_start
         if size is None:
             raise ValueError(
                 "LRScaling needs the number of samples of an optimizer step, which this loader does not report: set "
@@ -62,7 +61,7 @@ class LRScaling(LRFactor):
 
     def _arithmetic(self, trainer: Trainer, size: float) -> str:
         if self.global_batch_size is None:
-            ranks, accumulation = trainer.strategy.topology.data_size, trainer.train_dataloader.num_micro_batches
+            ranks, accumulation = trainer.strategy.topology.data_size, trainer._run.accumulation_at_start
             origin = (
                 f"samples per rank {size / (ranks * accumulation):.10g} × ranks {ranks} "
                 f"× accumulation {accumulation} "

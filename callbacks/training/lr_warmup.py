@@ -66,10 +66,11 @@ class LRWarmup(LRFactor):
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         if self.epochs is not None:
-            if trainer._run.windows_per_epoch is None:
+            windows = trainer._run.windows_at_start
+            if windows is None:
                 raise ValueError(
                     f"LRWarmup(epochs={self.epochs}) needs the length of an epoch, which this loader does not report: "
                     "set steps=... instead"
                 )
-            self.steps = round(self.epochs * trainer._run.windows_per_epoch)
+            self.steps = round(self.epochs * windows)
         self._multiply(trainer, lambda: self.factor_at(trainer.global_step))

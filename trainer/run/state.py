@@ -230,6 +230,22 @@ class RunState:
         return -(-int(self.num_training_batches) // schedule.accumulation_at(epoch, self.accumulation_at_start))
 
     @property
+    def windows_at_start(self) -> int | None:
+        """Accumulation windows of an epoch as the run began, whatever hooks have made of accumulation since."""
+        loader = self.train_dataloader
+        if self.windows_per_epoch is None or loader.splits or loader.plan["accumulate"] == self.accumulation_at_start:
+            return self.windows_per_epoch
+        return -(-int(self.num_training_batches) // self.accumulation_at_start)
+
+    @property
+    def batch_size_at_start(self) -> float | None:
+        """Samples of an optimizer step as the run began, if the loader reports them."""
+        loader = self.train_dataloader
+        if loader is None or loader.batch_size is None or loader.splits:
+            return None if loader is None else loader.batch_size
+        return loader.batch_size * self.accumulation_at_start / loader.plan["accumulate"]
+
+    @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
         """The first ModelCheckpoint."""
         return next((item for item in self.callbacks if isinstance(item, ModelCheckpoint)), None)

@@ -21,7 +21,7 @@ def trainer(*optimizers: torch.optim.Optimizer, batch_size: int | None = 256, ra
         global_step=0,
         optimizers=list(optimizers),
         print=print if rank == 0 else lambda *_: None,
-        train_dataloader=SimpleNamespace(batch_size=batch_size, num_micro_batches=2),
+        _run=SimpleNamespace(batch_size_at_start=batch_size, accumulation_at_start=2),
         strategy=SimpleNamespace(topology=Topology(data_size=4)),
     )
 

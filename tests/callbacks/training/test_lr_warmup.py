@@ -34,7 +34,7 @@ class Run:
         self.scheduler = scheduler(self.optimizer) if scheduler else None
         self.callbacks = callbacks
         self.accumulate = accumulate
-        owned = SimpleNamespace(windows_per_epoch=3)
+        owned = SimpleNamespace(windows_at_start=3)
         self.trainer: Any = SimpleNamespace(global_step=0, optimizers=[self.optimizer], _run=owned)
         self.effective: list[float] = []
         self.shown: list[float] = []
@@ -148,7 +148,7 @@ def test_epochs_are_counted_in_the_steps_of_this_run() -> None:
     assert run.steps(5).effective == pytest.approx([BASE * f / 5 for f in (1, 2, 3, 4, 5)], abs=1e-15)
 
     endless = Run(None, LRWarmup(epochs=1))
-    endless.trainer._run.windows_per_epoch = None
+    endless.trainer._run.windows_at_start = None
     with pytest.raises(ValueError, match="set steps="):
         endless.start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep.callbacks import ModelCheckpoint
-from tests.trainer.toy import Net, equal, loader, quiet, weights
+from lockstep.callbacks import Callback, GradientAccumulationScheduler, LRScaling, LRWarmup, ModelCheckpoint
+from tests.trainer.toy import Net, equal, loader, net, quiet, weights
 
 
 class SetsAsItConfigures(Net):
@@ -119,3 +120,19 @@ def test_what_the_code_gives_otherwise_holds(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.INFO, "lockstep"):
         assert fit(Longer, None, tmp_path / "starts" / "step=1").current_epoch == 4
     assert "hooks of the start have set max_epochs" in caplog.text
+
+
+@pytest.mark.parametrize("make", [lambda: LRWarmup(epochs=2), lambda: LRScaling(2)], ids=["warmup", "scaling"])
+def test_rates_by_the_first_accumulation_stay_where_it_has_changed(
+    make: Callable[[], Callback], tmp_path: Path
+) -> None:
+    """A warm-up by epochs, and a rate by the size of a step, are those of the run that began."""
+
+    def fit(**resumed: Any) -> Net:
+        saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=10, save_top_k=-1)
+        callbacks = [GradientAccumulationScheduler({1: 2}), make(), saves]
+        module = net()
+        quiet(max_epochs=3, callbacks=callbacks, enable_checkpointing=True).fit(module, loader(32, 4), **resumed)
+        return module
+
+    assert equal(weights(fit()), weights(fit(ckpt_path=tmp_path / "step=10")))
