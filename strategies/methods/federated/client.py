@@ -19,7 +19,7 @@ from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.losses import detach
 from lockstep.strategies.methods.federated.control import Control
 from lockstep.strategies.methods.federated.copy import FreshOptimizers, RefusedOnClient, ServerCopy
-from lockstep.strategies.methods.federated.loader import Participant, Round
+from lockstep.strategies.methods.federated.loader import NotRead, Participant, Round, of_workers
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
 from lockstep.strategies.modules.side_effect_free import changed_numbers, numbers
 from lockstep.strategies.spmd import SPMDStrategy
@@ -78,9 +78,11 @@ class ClientSteps(SPMDStrategy):
             prepared = iter(part.micro_batches if run.hooks.prepare is None else run.hooks.prepare(part))
             try:
                 counted, total = self._train_client(run, participant, prepared)
-            except (RefusedOnClient, MemoryError, torch.OutOfMemoryError):
+            except (RefusedOnClient, NotRead, MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
+                if of_workers(error):
+                    raise
                 if not run.trained:  # else it need not be raised, and would keep what its frames hold
                     run.errors[participant.client] = error
                 note = {"client": participant.client, "name": participant.name, "error": _shown(error)}

@@ -21,6 +21,15 @@ _BATCH: Any = vars(MicroBatch)["batch"]
 """Where a micro-batch has its batch."""
 
 
+class NotRead(RuntimeError):
+    """The machine could not read a client's batch, which ends the run, as no client has done it."""
+
+
+def of_workers(error: Exception) -> bool:
+    """Whether it tells that a worker of a DataLoader was killed or was too slow; torch raises it in any line."""
+    return isinstance(error, RuntimeError) and str(error).startswith(("DataLoader worker (pid", "DataLoader timed out"))
+
+
 class ClientBatch(MicroBatch):
     """A micro-batch that is read when it is asked for."""
 
@@ -263,7 +272,14 @@ class _Reader:
                 close()
             self._batches = self._source._workers.run(self._source._fetcher, iter(self._keys[place:]), self._number)
         self._next = -1  # if reading fails
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except (OSError, EOFError) as error:
+            raise NotRead(
+                f"reading a batch of a client failed with {type(error).__name__}, which may be of this machine and not "
+                "of the client, so the run ends; start it again, or raise a ValueError in the dataset for a sample "
+                "that cannot be used, so that its client is dropped"
+            ) from error
         self._next = place + 1
         if self._next == len(self._keys):
             next(self._batches, None)  # which ends its workers

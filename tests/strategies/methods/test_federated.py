@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Loss, Module, Trainer
 from lockstep.callbacks import ModelCheckpoint
+from lockstep.strategies import Federated
 from lockstep.strategies.methods.federated.loader import FederatedLoader
 from tests.strategies.methods.federated_runs import Regression, bits, data, fit, simulated
 from tests.strategies.methods.toys import Fading
@@ -148,6 +151,36 @@ def test_a_round_in_which_every_client_raises_raises() -> None:
     before = bits(model)
     with pytest.raises(ValueError, match="the phone is off"):
         fit(model, epochs=1, fraction=1.0, batch_size=1, dataset=data((3, 3, 3)))
+
+
+class Unreadable(TensorDataset):
+    """Sample 12 cannot be read, or the worker that reads it is killed."""
+
+    error: Exception | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 12:
+            if self.error is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            else:
+                raise self.error
+        return super().__getitem__(index)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("error", "workers"), [(None, 1), (OSError(5, "no"), 1), (OSError(5, "no"), 0), (EOFError("no more data"), 0)]
+)
+def test_what_the_machine_cannot_read_ends_the_run_and_drops_no_client(error: Exception | None, workers: int) -> None:
+    dataset = Unreadable(*data().tensors)
+    dataset.error = error
+    strategy = Federated(clients=lambda index: index // 8, fraction=1.0)
+    trainer = Trainer(strategy=strategy, devices=1, accelerator="cpu", max_epochs=1, logger=False, seed=0)
+    model = Regression()
+    before = bits(model)
+    with pytest.raises(RuntimeError, match="reading a batch of a client failed|DataLoader worker"):
+        trainer.fit(model, DataLoader(dataset, 4, num_workers=workers))
+    assert bits(model) == before
     assert bits(model) == before
 
 
