@@ -72,6 +72,8 @@ class ClientSteps(SPMDStrategy):
             )
             run.server.put()
             self._fresh.reset()
+            if self._control is not None:
+                self._control.begin_client(participant.client)
             seed_streams(participant.seed)
             for name, stream in (run.hooks.streams or {}).items():
                 stream.manual_seed(mix(participant.seed, zlib.crc32(name.encode())))
@@ -107,8 +109,6 @@ class ClientSteps(SPMDStrategy):
         self, run: RoundRun, participant: Participant, prepared: Iterator[MicroBatch]
     ) -> tuple[float, float]:
         """Run a client's local steps; return what its losses counted and their sum."""
-        if self._control is not None:
-            self._control.begin_client(participant.client)
         before, streams = numbers(run.model), set(run.hooks.streams or ())
         calls = self._agreement.num_calls() if self._agreement is not None else 0
         counted, total = 0.0, 0.0

@@ -35,11 +35,14 @@ class ClientStates:
 
     def put(self, client: int, value: Tensor) -> None:
         """Note `value` `[n]`, of the same length and dtype each time."""
-        data = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        self._size = len(data)
+        data = memoryview(value.detach().cpu().contiguous().view(torch.uint8).numpy())
+        self._size = data.nbytes
         row = self._free.pop() if self._free else self._used
         self._used = max(self._used, row + 1)
-        os.pwrite(self._file.fileno(), data, row * self._size)
+        offset = row * self._size
+        while data.nbytes:  # one call writes at most 2 GiB, and less on a disk that is nearly full
+            written = os.pwrite(self._file.fileno(), data, offset)
+            data, offset = data[written:], offset + written
         self._pending[client] = row
 
     def commit(self, holds: bool = True) -> None:
@@ -53,11 +56,7 @@ class ClientStates:
 
     def get(self, client: int, dtype: torch.dtype) -> Tensor | None:
         """What holds of a client, on the CPU; None if nothing was put."""
-        row = self._rows.get(client)
-        if row is None:
-            return None
-        data = os.pread(self._file.fileno(), self._size, row * self._size)
-        return torch.frombuffer(bytearray(data), dtype=dtype)
+        return self.mapped(client, dtype).clone() if client in self._rows else None
 
     def mapped(self, client: int, dtype: torch.dtype) -> Tensor:
         """The same without memory of its own: valid until the next `put`."""

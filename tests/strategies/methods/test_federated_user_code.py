@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from lockstep.strategies import Federated, dirichlet
 from lockstep.strategies.base import NO_HOOKS
 from lockstep.strategies.data.randomness import Randomness
 from lockstep.strategies.methods.federated.clients import population_of
+from lockstep.strategies.methods.federated.control import ClientStates
 from lockstep.strategies.methods.federated.loader import FederatedLoader
 from lockstep.strategies.methods.federated.server import ExactSums
 from tests.strategies.methods.federated_runs import SIZES, Regression, bits, data, fit, flat
@@ -414,6 +416,36 @@ def test_averages_of_weights_are_saved_beside_the_state_of_servers(tmp_path: Pat
     assert trained(4, resume=str(tmp_path / "epoch=1"), default_root_dir=str(tmp_path)) == trained(
         4, default_root_dir=str(tmp_path)
     )
+
+
+@pytest.mark.unit
+def test_the_state_of_a_client_is_written_and_read_whole_or_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, data[:24], offset))  # a nearly full disk
+    states, values = ClientStates(str(tmp_path)), torch.arange(20, dtype=torch.float64).view(2, 10)
+    for client, value in enumerate(values):
+        states.put(client, value)
+    states.commit()
+    assert [states.get(client, torch.float64).tolist() for client in (0, 1)] == values.tolist()
+    os.truncate(states._file.fileno(), 150)
+    with pytest.raises(ValueError, match="greater than file size"):
+        states.get(1, torch.float64)
+
+
+@pytest.mark.unit
+def test_a_state_that_cannot_be_read_ends_the_run_and_drops_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    get = ClientStates.get
+
+    def broken(states: ClientStates, client: int, dtype: torch.dtype) -> torch.Tensor | None:
+        if client == 3:
+            raise OSError(5, "Input/output error")
+        return get(states, client, dtype)
+
+    monkeypatch.setattr(ClientStates, "get", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        fit(Regression(), fraction=1.0, server="scaffold")
 
 
 def test_a_skipped_round_leaves_the_clients_states_as_they_were() -> None:
