@@ -35,7 +35,7 @@ class ClientStates:
 
     def put(self, client: int, value: Tensor) -> None:
         """Note `value` `[n]`, of the same length and dtype each time."""
-        data = memoryview(value.detach().cpu().contiguous().view(torch.uint8).numpy())
+        data = value.detach().cpu().contiguous().view(torch.uint8).numpy().data
         self._size = data.nbytes
         row = self._free.pop() if self._free else self._used
         self._used = max(self._used, row + 1)
