@@ -39,9 +39,11 @@ class Learner:
         self.counted_at: dict[int, float] = {}
         """By fragment `counted` when that was last sent."""
 
-    def start_from(self, weights: list[Tensor], buffers: list[Tensor]) -> None:
-        """Copy these weights, and these buffers if there are any."""
-        for mine, common in [*zip(self.weights, weights, strict=True), *zip(self.buffers, buffers, strict=False)]:
+    def start_from(self, weights: Mapping[int, Tensor], buffers: list[Tensor]) -> None:
+        """Copy these weights, by their place, and these buffers if there are any."""
+        for place, common in weights.items():
+            self.weights[place].copy_(common)
+        for mine, common in zip(self.buffers, buffers, strict=False):
             mine.copy_(common)
 
     def copy_state(self, optimizers: Mapping[str, Optimizer]) -> None:

@@ -19,10 +19,12 @@ from lockstep.strategies.methods.beside import Beside
 from lockstep.strategies.methods.kept import Kept
 from lockstep.strategies.methods.learner import Learner
 from lockstep.strategies.methods.options import Rounds, made_by
+from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.parameter_hooks import copy_attributes
 from lockstep.strategies.sync.collectives import local
 from lockstep.strategies.sync.compression.compression import Compression, Layout
 from lockstep.strategies.sync.compression.kept import check_means
+from lockstep.strategies.sync.contents import sum_of_bits
 from lockstep.strategies.sync.tree import total_of
 
 if TYPE_CHECKING:
@@ -88,7 +90,8 @@ class Outer:
             self._compression = Compression(rounds.compress, replace(layout, group=counterparts.group), seed)
             self._compression.watch(model)
         self._weights: dict[int, nn.Parameter] = {}
-        self._moving: list[int] = []
+        self.moving: list[int] = []
+        """Places of the parameters that learners train, and a round brings together."""
         self._sent: deque[_Sent] = deque()
         self._noted: dict[str, tuple[int, int, int]] = {}
         self._take(optimizers)
@@ -96,17 +99,16 @@ class Outer:
         self._kept = Kept({"outer": self.optimizer})
 
     def follow(self, optimizers: Mapping[str, Optimizer]) -> None:
-        """Step what optimizers have got since, too."""
+        """Step what optimizers have got since, too, and what is trainable now."""
         self.optimizer.param_groups[0]["params"] += self._take(optimizers)
+        self.moving = [place for place in self._weights if self._parameters[place].requires_grad]
 
-    def begin(self, optimizers: Mapping[str, Optimizer], learners: Sequence[Learner]) -> None:
+    def begin(self, learners: Sequence[Learner]) -> None:
         """All learners, which have the model's weights, start from these."""
-        self.follow(optimizers)
-        self._moving = [place for place in self._weights if self._parameters[place].requires_grad]
-        for place in self._moving:
+        for place in self.moving:
             local(self._weights[place].data).copy_(local(self._parameters[place].data))
         for learner in learners if self._rounds.keeps_unsent else ():
-            for place in self._moving:
+            for place in self.moving:
                 local(learner.weights[place]).copy_(self._start_of(learner, place))
 
     def _start_of(self, learner: Learner, place: int) -> Tensor:
@@ -120,6 +122,35 @@ class Outer:
         if common.is_complex():
             unsent = torch.view_as_complex(unsent)
         return (common - unsent).to(common.dtype)
+
+    def share_still(self) -> None:
+        """Let learner 0's parameters that no round moves be those of all, as its buffers are. Every rank calls it."""
+        for place in self._differing([place for place in range(len(self._parameters)) if place not in self.moving]):
+            value = local(self._parameters[place].data)
+            sent = value.contiguous()
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=self._counterparts.group, group_src=0)
+            value.copy_(sent)
+
+    def refuse_different(self, all_of_them: bool) -> None:
+        """Raise RuntimeError if ranks hold different weights; `all_of_them`, or those that rounds move. Every rank
+        calls it while learners are together."""
+        if found := self._differing(range(len(self._parameters)) if all_of_them else self.moving):
+            raise RuntimeError(
+                f"{shortened([self._names[place] for place in found])} should be common to all learners between "
+                "rounds and in an evaluation, but a hook has written other values on each rank; write the same on all "
+                "ranks, such as from registered buffers, which are those of learner 0 there"
+            )
+
+    def _differing(self, places: Sequence[int]) -> list[int]:
+        """Those of the parameters that are not the same on all ranks with the same part of the model."""
+        if len(self._counterparts.assignment) == 1 or not places:
+            return []
+        sums = [sum_of_bits(self._parameters[place]) for place in places]
+        mine = torch.stack(sums).cpu()
+        rows = [torch.empty_like(mine) for _ in self._counterparts.assignment]
+        dist.all_gather(rows, mine, group=self._counterparts.group)
+        differs = (torch.stack(rows) != rows[0]).any(0).tolist()
+        return [place for place, differ in zip(places, differs, strict=True) if differ]
 
     def due(self, position: int) -> list[int]:
         """The fragments that are sent after step `position` of a round, counted from 1."""
@@ -139,7 +170,7 @@ class Outer:
 
         Every rank calls it in the same order.
         """
-        places = [place for place in self._moving if self._fragment_of[place] == fragment]
+        places = [place for place in self.moving if self._fragment_of[place] == fragment]
         counts = []
         for learner in learners:
             counts.append(learner.counted - learner.counted_at.get(fragment, 0.0))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, StepVote, W
 from lockstep.strategies.checkpoint_state import Reader, State
-from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
+from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.methods import learner_state
 from lockstep.strategies.methods.beside import Beside
 from lockstep.strategies.methods.learner import Learner, Marks, OwnNumbers, make_learners
@@ -66,6 +67,7 @@ class LearnerRounds(SPMDStrategy[W]):
         self._windows, self._position = 0, 0
         """Since the run began; since learners were last together."""
         self._outer: Outer | None = None
+        self._compares = False  # whether the next batch that is evaluated needs common weights
         self._numbers = OwnNumbers()
         self._names: dict[int, str] = {}
         self.sender: Callable[[], Executor] = partial(ThreadPoolExecutor, 1, "outer")
@@ -169,9 +171,33 @@ class LearnerRounds(SPMDStrategy[W]):
             self._load(wrapped, {}, 0)
             if self._in_group:
                 share_buffers(self.unwrap(wrapped).modules())
+                outer.share_still()
             self._buffers_together = True
         if self._state_of is not None:  # hooks follow, which may write through numpy
             self._state_of.marks = Marks.of(self._state_of.state, bits=True)
+
+    @contextmanager
+    def evaluation_weights(self, wrapped: W, optimizers: Iterable[Optimizer], restore: bool = True) -> Iterator[None]:
+        with super().evaluation_weights(wrapped, optimizers, restore):
+            self._compares = self._outer is not None
+            try:
+                yield
+            finally:
+                self._compares = False
+
+    def evaluate(
+        self,
+        wrapped: W,
+        step_fn: Callable[..., Any],
+        micro_batch: MicroBatch,
+        *args: Any,
+        hooks: StepHooks = NO_HOOKS,
+    ) -> Any:
+        if self._compares:  # hooks of the start of the evaluation may have written to weights
+            assert self._outer is not None
+            self._compares = False
+            self._outer.refuse_different(True)
+        return super().evaluate(wrapped, step_fn, micro_batch, *args, hooks=hooks)
 
     def _rounds(self, wrapped: W, optimizers: dict[str, Optimizer], window: Window) -> Iterator[Window]:
         """A window of learners that step by themselves, and what follows it."""
@@ -230,13 +256,17 @@ class LearnerRounds(SPMDStrategy[W]):
         if not self._learners:
             self._create(wrapped, optimizers)
         model = self.unwrap(wrapped)
+        outer.follow(optimizers)
+        outer.refuse_different(self._buffers_together)
         weights, buffers = [p.data for p in model.parameters()], [b.data for b in model.buffers()]
+        places = range(len(weights)) if self._buffers_together else outer.moving
+        common = {place: weights[place] for place in places}
         for i, learner in enumerate(self._learners):
             if i == self._loaded:
                 learner.weights = weights
             else:
-                learner.start_from(weights, buffers if self._buffers_together else [])
-        outer.begin(optimizers, self._learners)
+                learner.start_from(common, buffers if self._buffers_together else [])
+        outer.begin(self._learners)
         outer.note()
         self._together = self._buffers_together = False
         self._position = 0

@@ -20,6 +20,14 @@ def checksum(tensor: Tensor, known: int = 0) -> int:
     return zlib.crc32(data.data, known)
 
 
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """The wrapped sum of the bits of what this rank holds of a tensor, which changes with them; on its device."""
+    tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(bits).sum(dtype=torch.int64)
+
+
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether values are the same; NaN is the same as NaN, which is rare enough to be looked for afterwards."""
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())

@@ -24,6 +24,7 @@ from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.optimizers.attributes import take_over
 from lockstep.strategies.optimizers.hidden_state import HiddenState
 from lockstep.strategies.optimizers.numbers import changes, numbers_of, put
+from lockstep.strategies.sync.contents import sum_of_bits
 
 
 class Options(NamedTuple):
@@ -77,7 +78,7 @@ class Engine:
         readers = self._readers(clock)
         stepped = {id(p) for o in optimizers.values() for group in o.param_groups for p in group["params"]}
         tensors: dict[str, Tensor] = {n: p for n, p in wrapped.named_parameters() if id(p) in stepped}
-        self._kept = {n: (p, _sum_of_bits(p)) for n, p in wrapped.named_parameters() if id(p) not in stepped}
+        self._kept = {n: (p, int(sum_of_bits(p))) for n, p in wrapped.named_parameters() if id(p) not in stepped}
         """The parameters that no optimizer steps, and what tells whether user code has changed them."""
         tensors |= dict(wrapped.named_buffers())
         self._places = {name: _place(wrapped, name) for name, _ in wrapped.named_buffers()}
@@ -205,7 +206,7 @@ class Engine:
     def changed(self) -> list[str]:
         """The parameters that are not what this rank has read last, and those without optimizer that were changed; the
         buffers that were since a batch was computed."""
-        names = [name for name, (parameter, bits) in self._kept.items() if _sum_of_bits(parameter) != bits]
+        names = [name for name, (parameter, bits) in self._kept.items() if int(sum_of_bits(parameter)) != bits]
         names += self._changed_buffers()
         for part, layout, flat in zip(self._parts, self._layouts, self._last, strict=True):
             for (name, tensor), value in zip(part.items(), layout.read(flat), strict=True):
@@ -330,14 +331,6 @@ class Engine:
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, key = name.rpartition(".")
     return model.get_submodule(path), key
-
-
-def _sum_of_bits(tensor: Tensor) -> int:
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return (
-        int(flat.contiguous().view(-1).view(kinds[flat.element_size()]).sum(dtype=torch.int64)) if flat.numel() else 0
-    )
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
