@@ -51,7 +51,8 @@ def pack(value: Any) -> int:
 
 
 def unpack(fd: int) -> Any:
-    """Return what `pack` wrote to `fd`. Its tensors and arrays are private and writable.
+    """Return what `pack` wrote to `fd`. Its tensors and arrays are private and writable; tensors that were in shared
+    memory are again, in memory that this process shares with those it starts.
 
     Large ones are views of the file, copied page by page on write, each with a map of its own: one that stays keeps no
     other. Their storages cannot be resized. Raises whatever importing or building the objects raises.
@@ -136,7 +137,8 @@ class _Pickler(cloudpickle.Pickler):
         if type(obj) is torch.storage.TypedStorage and obj._untyped_storage.device.type in ("cpu", "cuda"):
             return _typed_storage, (obj._untyped_storage, obj.dtype)
         if type(obj) is torch.UntypedStorage and obj.device.type in ("cpu", "cuda"):
-            return _untyped_storage, (pickle.PickleBuffer(_bytes_of(obj.cpu())) if obj.nbytes() else None,)
+            is_shared = obj.device.type == "cpu" and obj.is_shared()
+            return _untyped_storage, (pickle.PickleBuffer(_bytes_of(obj.cpu())) if obj.nbytes() else None, is_shared)
         # torch cannot pickle the dtypes that it added last (uint16, float8): hand them over as integers of their width.
         if (
             type(obj) is torch.Tensor
@@ -229,8 +231,11 @@ def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.s
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def _untyped_storage(buffer: Any) -> torch.UntypedStorage:
-    return torch.UntypedStorage(0) if buffer is None else torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+def _untyped_storage(buffer: Any, is_shared: bool) -> torch.UntypedStorage:
+    if buffer is None:
+        return torch.UntypedStorage(0)
+    storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    return storage.share_memory_() if is_shared else storage
 
 
 def _anonymous_file() -> int:

@@ -98,6 +98,23 @@ def test_other_tensors() -> None:
     assert leaf.requires_grad
 
 
+@pytest.mark.ranks
+def test_a_tensor_in_shared_memory_is_shared_with_processes_that_the_rank_starts() -> None:
+    """A loader worker sees what a hook writes to it later; ranks do not write to each other's."""
+    shared = torch.ones(2).share_memory_()
+    fd = pack({"shared": shared, "view": shared[1:], "private": torch.ones(2)})
+    mine, other = unpack(fd), unpack(fd)
+    os.close(fd)
+    assert mine["shared"].is_shared() and not mine["private"].is_shared()
+    child = os.fork()
+    if not child:
+        mine["view"].fill_(5)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert mine["shared"].tolist() == [1, 5]
+    assert other["shared"].tolist() == shared.tolist() == [1, 1]
+
+
 def test_numpy_arrays_are_writable_and_private() -> None:
     sent = np.arange(6).reshape(2, 3)
     fd = pack(sent)
