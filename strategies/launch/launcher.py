@@ -84,8 +84,9 @@ def launch(
     finish their way within `grace_s` seconds; a third signal kills them. Where a rank of `spare` is killed in a step,
     one line names it and the others continue; if they then fail for want of it, its RankFailure is raised.
 
-    Raises TypeError for what cannot be pickled, ValueError for `num_ranks` out of 1 to 200, and within a context
-    (autocast, a torch function mode) or with hooks on all modules, which ranks would not have.
+    Raises TypeError for what cannot be pickled or holds the `id()` of a parameter, ValueError for `num_ranks` out of 1
+    to 200, and within a context (autocast, a torch function mode) or with hooks on all modules, which ranks would not
+    have.
     """
     if not 1 <= num_ranks <= forkserver.MAX_RANKS:
         raise ValueError(
@@ -100,7 +101,8 @@ def launch(
     with ExitStack() as stack:
         server = forkserver.take(num_ranks)  # first: one that is new imports torch while the work is packed
         stack.callback(forkserver.give_back, server)
-        program, work = pack(program_state()), pack((fn, args, library_state()))
+        program = pack(program_state())
+        work = pack((fn, args, library_state()), refuse_ids=True)
         stack.callback(os.close, program)
         stack.callback(os.close, work)
         folder = tempfile.mkdtemp(prefix="lockstep-")  # only this user may enter it

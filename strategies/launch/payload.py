@@ -13,10 +13,13 @@ import io
 import mmap
 import os
 import pickle
+import re
 import struct
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -26,16 +29,20 @@ from torch.utils.hooks import RemovableHandle
 
 _ALIGN = 64  # what torch's own allocator gives; vector instructions are slower below it
 _LARGE = 1 << 20  # bytes from which on a tensor is mapped, not read
+_LONG = re.compile(rb"\x8a([\x05-\x07])")  # how pickle writes the size of an int that is an address
 
 
-def pack(value: Any) -> int:
+def pack(value: Any, *, refuse_ids: bool = False) -> int:
     """Write `value` into an anonymous file and return its descriptor, which the caller closes.
 
     Tensors that share memory share it again after `unpack`, tied parameters stay tied. Costs one copy of the tensors'
-    bytes. Raises TypeError for what cannot be pickled (a lock, an open file, a generator).
+    bytes. Raises TypeError for what cannot be pickled (a lock, an open file, a generator), and with `refuse_ids` for
+    the `id()` of a parameter or layer that is sent too: it arrives with another one.
     """
     buffers: list[pickle.PickleBuffer] = []
-    data = dumps(value, buffers)
+    data, ids = _pickled(value, buffers)
+    if refuse_ids:
+        _refuse_ids(value, data, ids)
     parts = [memoryview(data), *(buffer.raw() for buffer in buffers)]
     numbers = RemovableHandle.next_id, len(parts), *(part.nbytes for part in parts)
     header = struct.pack(f"{len(numbers)}q", *numbers)
@@ -83,9 +90,15 @@ def _aligned(offset: int, size: int) -> int:
 def dumps(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes:
     """Pickle as `pack` does; with `buffers` the bytes of tensors and arrays are appended there, not copied into the
     result."""
+    return _pickled(value, buffers)[0]
+
+
+def _pickled(value: Any, buffers: list[pickle.PickleBuffer] | None) -> tuple[bytes, set[int]]:
+    """The pickle, and the `id()` of each parameter and layer in it."""
     file = io.BytesIO()
+    pickler = _Pickler(file, None if buffers is None else buffers.append)
     try:
-        _Pickler(file, protocol=5, buffer_callback=None if buffers is None else buffers.append).dump(value)
+        pickler.dump(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         where, found = _culprit(value, "", set()) or ("", value)
         raise TypeError(
@@ -93,7 +106,31 @@ def dumps(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes
             + (f" ({where} is a {type(found).__qualname__})" if where else "")
             + ": create it on the rank, or remove it"
         ) from error
-    return file.getvalue()
+    return file.getvalue(), pickler.ids
+
+
+def _refuse_ids(value: Any, data: bytes, ids: set[int]) -> None:
+    longs = ((match.end(), match.end() + match[1][0]) for match in _LONG.finditer(data))
+    ids = ids.intersection(int.from_bytes(data[start:end], "little") for start, end in longs)
+    if ids:
+        raise TypeError(
+            f"{_holder(value, ids) or 'what is sent to ranks'} holds the id() of a parameter or layer, which is "
+            "another one on each rank; keep names instead, or call id() in configure_optimizers, for a local variable"
+        )
+
+
+def _holder(value: Any, ids: set[int]) -> str:
+    """The attribute that holds one of these, such as `Net.slow`; empty where none is found."""
+    places, seen = [("", value)], set[int]()
+    for name, item in places:  # grows
+        is_container = isinstance(item, (list, tuple, set, frozenset, Mapping))
+        if any(type(number) is int and number in ids for number in (item if is_container else (item,))):
+            return name
+        if id(item) not in seen and not isinstance(item, ModuleType):
+            seen.add(id(item))
+            with suppress(Exception):  # pickled in another way: what it holds has no name here
+                places += _children(item, name)
+    return ""
 
 
 def _culprit(value: Any, name: str, seen: set[int]) -> tuple[str, Any] | None:
@@ -106,7 +143,7 @@ def _culprit(value: Any, name: str, seen: set[int]) -> tuple[str, Any] | None:
             refers_back = True
             continue
         try:
-            _Pickler(io.BytesIO(), protocol=5, buffer_callback=lambda buffer: None).dump(child)
+            _Pickler(io.BytesIO(), lambda buffer: None).dump(child)
         except Exception:
             if found := _culprit(child, child_name, seen):
                 return found
@@ -131,7 +168,14 @@ class _Pickler(cloudpickle.Pickler):
     """Takes storages out of torch's own pickling of tensors, so that every kind of tensor keeps its way of being
     rebuilt."""
 
+    def __init__(self, file: io.BytesIO, buffer_callback: Callable[[pickle.PickleBuffer], object] | None) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
+        self.ids = set[int]()
+        """`id()` of the parameters and layers."""
+
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (torch.nn.Module, torch.nn.Parameter)):
+            self.ids.add(id(obj))
         # By identity of the storage, which pickle's memo keeps: that is what preserves sharing between tensors.
         # What is on a GPU arrives on the CPU: which device it is to be on is known to the rank alone.
         if type(obj) is torch.storage.TypedStorage and obj._untyped_storage.device.type in ("cpu", "cuda"):

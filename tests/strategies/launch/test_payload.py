@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -223,3 +224,31 @@ def test_what_cannot_be_pickled_is_named_with_its_attribute() -> None:
         dumps((len, (Outer(),)))
     with pytest.raises(TypeError, match=r"\(Outer.parts\['first'\].lock is a lock\)"):
         dumps([3, Outer()])
+
+
+class Slow(nn.Module):
+    def __init__(self, held: Callable[["Slow"], Any]) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+        self.slow = held(self)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda module: id(module.net.weight),
+        lambda module: {id(p) for p in module.parameters()},
+        lambda module: {id(layer): name for name, layer in module.named_modules()},
+        lambda module: [(0.1, id(module.net))],
+    ],
+)
+def test_the_id_of_a_parameter_or_layer_is_refused_in_what_is_sent(held: Callable[[Slow], Any]) -> None:
+    module = Slow(held)
+    with pytest.raises(TypeError, match=r"^Slow\.slow(\[0\]){0,2} holds the id\(\) of a parameter or layer, which"):
+        pack((len, ([3], module)), refuse_ids=True)
+    os.close(pack(module))  # what a rank returns is compared with nothing
+
+
+def test_other_large_numbers_are_sent() -> None:
+    module = Slow(lambda module: {id(object()), 2**40, 2**47, -(2**47), "name", True})
+    os.close(pack((len, module), refuse_ids=True))
