@@ -35,9 +35,18 @@ from lockstep.strategies.launch.program.source import (
     Function,
     Import,
     bindings_of,
-    differs_by_process,
+    is_of_process,
 )
-from lockstep.strategies.launch.program.values import FUNCTIONS, NotComparable, has_settings, is_config, state_of
+from lockstep.strategies.launch.program.values import (
+    FUNCTIONS,
+    MAX_BYTES,
+    NotComparable,
+    Parts,
+    parts_of,
+    put_into,
+    put_parts,
+    state_of,
+)
 
 
 class Change(NamedTuple):
@@ -62,8 +71,6 @@ _log = logging.getLogger("lockstep")
 _PACKAGES = f"-packages{os.sep}"
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 _MAX_ITEMS = 10_000
-_MAX_BYTES = 64 << 20
-"""Of what is sent to be compared with what a rank has computed."""
 
 
 def changes() -> dict[str, bytes]:
@@ -133,7 +140,7 @@ def _differences(
     own: Mapping[str, ModuleType],
 ) -> Iterator[Change]:
     for name, value in [*held.items()]:
-        if name.startswith("__") or differs_by_process(name):
+        if name.startswith("__") or is_of_process(name, value):
             continue
         binding = bindings.get(name)
         change = Change(module.__name__, owner, name, value)
@@ -147,11 +154,22 @@ def _differences(
         elif isinstance(binding, (Function, Class)):
             if _is_replaced(value, binding, module, name, own):
                 yield change
+            elif type(value) is FunctionType and vars(value):
+                yield from _parts(change)
         elif isinstance(binding, Import):
             if _is_other_import(value, binding, module):
                 yield change
-        elif isinstance(binding, Computed) and _is_compared(value, binding.calls):
-            yield change
+        elif isinstance(binding, Computed):
+            yield from [change] if _is_compared(value, binding.calls) else _parts(change)
+
+
+def _parts(change: Change) -> Iterator[Change]:
+    """What of a value can be compared, if not all of it."""
+    if isinstance(change.value, dict) and len(change.value) > _MAX_ITEMS:
+        return
+    parts = parts_of(change.value, is_own_class, functools.partial(_is_compared, calls=False))
+    if parts is not None:
+        yield change._replace(value=parts)
 
 
 def _is_replaced(
@@ -213,7 +231,7 @@ def _is_compared(value: Any, calls: bool) -> bool:
     if type(value) is FunctionType and not calls:
         return True
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        return value.nbytes <= _MAX_BYTES and _is_data(value)
+        return value.nbytes <= MAX_BYTES and _is_data(value)
     is_large = isinstance(value, (list, tuple, dict, set, frozenset)) and len(value) > _MAX_ITEMS
     return not is_large and _is_data(value)
 
@@ -285,12 +303,14 @@ def _sendable(found: list[Change]) -> list[Change]:
         value = change.value
         if type(value) is FunctionType and f"{value.__module__}.{value.__qualname__}" == change.path:
             change = change._replace(value=_renamed(value))  # by its name a rank would find what it replaces
-        if change.file is None and not change.added and not isinstance(value, (FunctionType, type)):
-            sent.append(change)  # data
-            continue
+        is_data = change.file is None and not change.added and not isinstance(value, (FunctionType, type))
         try:
             dumps(change.value, [])
-        except TypeError as error:
+        except Exception as error:
+            if is_data:  # as the file has computed it, for all that is known
+                continue
+            if not isinstance(error, TypeError):
+                raise
             if change.file is not None and not change.file.value:  # a cache, which each process fills for itself
                 kept.append(change)
                 continue
@@ -365,26 +385,10 @@ def _apply_to(module: Any, changes: bytes) -> None:
             continue
         if change.file is not None and not _are_equal(current, change.file.value):
             continue
-        if missing or not _are_equal(current, change.value):
-            _put(owner, change.name, current, change.value)
-
-
-def _put(owner: Any, name: str, current: Any, value: Any) -> None:
-    """In place where that can be, as other modules may have imported the object."""
-    if type(current) is not type(value):
-        setattr(owner, name, value)
-    elif isinstance(value, (list, set)):
-        current.clear()
-        (current.extend if isinstance(value, list) else current.update)(value)
-    elif is_config(value):
-        vars(current).update(vars(value))
-    elif isinstance(value, dict) or has_settings(value, is_own_class):
-        held, given = (item if isinstance(item, dict) else vars(item) for item in (current, value))
-        for key in [key for key in held if key not in given and not differs_by_process(key)]:
-            del held[key]
-        held.update({key: item for key, item in given.items() if not differs_by_process(key)})
-    else:
-        setattr(owner, name, value)
+        if isinstance(change.value, Parts):
+            put_parts(current, change.value, _are_equal)
+        elif missing or not (_are_equal(current, change.value) or put_into(current, change.value, is_own_class)):
+            setattr(owner, change.name, change.value)
 
 
 __all__ = ["Change", "apply", "changes"]

@@ -56,6 +56,15 @@ def differs_by_process(name: Any) -> bool:
     return isinstance(name, str) and any(word in name.lower() for word in ("rank", "world", "pid"))
 
 
+def is_of_process(name: Any, value: Any) -> bool:
+    """Whether a process is to keep what it has by this name. A program that starts ranks is rank 0 itself, so a number
+    above 1 is a setting, such as `lora_rank = 8`."""
+    is_setting = isinstance(value, (int, float)) and value > 1
+    if is_setting and isinstance(name, str):
+        name = name.lower().replace("rank", "")
+    return differs_by_process(name)
+
+
 _read: dict[str, tuple[int, dict[str, Binding]]] = {}
 _CALLS = (ast.Call, ast.Await, ast.Yield, ast.comprehension, ast.JoinedStr)
 _SIMPLE = ("staticmethod", "classmethod", "property")
@@ -82,18 +91,20 @@ def _binding(statement: ast.stmt, name: str) -> Binding:
     if isinstance(statement, ast.ImportFrom):
         origin = next((alias.name for alias in statement.names if alias.asname == name), name)
         return Import("." * statement.level + (statement.module or ""), origin)
-    if differs_by_process(f"{name} {ast.unparse(statement)}"):
-        return None
+    of_process = differs_by_process(f"{name} {ast.unparse(statement)}")
     if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         if len(targets) == 1 and isinstance(targets[0], ast.Name):
             try:
-                return Constant(ast.literal_eval(statement.value))
+                value = ast.literal_eval(statement.value)
+                return None if of_process and is_of_process(name, value) else Constant(value)
             except ValueError:
+                if of_process:
+                    return None
                 if isinstance(statement.value, ast.Lambda):
                     return Function(statement.value.lineno)
                 return Computed(any(isinstance(node, _CALLS) for node in ast.walk(statement.value)))
-    return Computed(calls=True)
+    return None if of_process else Computed(calls=True)
 
 
 def _bound(node: ast.AST) -> Iterator[str]:

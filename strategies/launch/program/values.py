@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import copyreg
 import dataclasses
+import datetime
+import functools
 import hashlib
+import random
+import re
 import sys
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from lockstep.strategies.launch.program.source import differs_by_process
+from lockstep.strategies.launch.program.source import is_of_process
 
 FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
-_SIMPLE = (type(None), bool, int, float, complex, str, bytes, PurePath, np.generic, torch.dtype, torch.device)
+MAX_BYTES = 64 << 20
+"""Of the tensors that are sent to be compared with what a rank has computed."""
+_SIMPLE = (
+    *(type(None), bool, int, float, complex, str, bytes, PurePath, np.generic, torch.dtype, torch.device),
+    *(Decimal, Fraction, range, slice, re.Pattern, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+)
 _MAX_DEPTH = 20
 
 
@@ -44,11 +58,17 @@ def state_of(value: Any, is_own: Callable[[type], bool], contents: bool = True, 
     if isinstance(value, _SIMPLE):
         return kind, value
     if isinstance(value, FUNCTIONS):
-        return _name_of(value)
+        return _name_of(value) or _made(value, is_own, part)
+    if isinstance(value, functools.partial):
+        return kind, part(value.func), part(value.args), part(value.keywords)
+    if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+        return kind, _drawn(value)
+    if isinstance(value, deque):
+        return kind, value.maxlen, part([*value])
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return kind, str(value.dtype), tuple(value.shape), _digest(value) if contents else None
     if isinstance(value, dict):
-        return kind, {key: part(item) for key, item in value.items() if not differs_by_process(key)}
+        return kind, {key: part(item) for key, item in value.items() if not is_of_process(key, item)}
     if isinstance(value, (list, tuple)):
         if _is_a_librarys_tuple(value, is_own):
             raise NotComparable
@@ -59,10 +79,57 @@ def state_of(value: Any, is_own: Callable[[type], bool], contents: bool = True, 
         return kind, set(value)
     if is_config(value):
         return kind, sys.modules["omegaconf"].OmegaConf.to_container(value, resolve=False)
+    if isinstance(value, torch.nn.Module):
+        return kind, _layers(value, part), part(dict(value.state_dict(keep_vars=True)))
     if has_settings(value, is_own):
-        hidden = ("_",) if isinstance(value, torch.nn.Module) else ()
-        return kind, part({key: item for key, item in vars(value).items() if not key.startswith(hidden)})
+        return kind, part(_attributes_of(value))
     raise NotComparable
+
+
+def _layers(module: torch.nn.Module, part: Callable[[Any], Any]) -> list[Any]:
+    """The settings of a module and the layers in it, where they are small."""
+    if sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers())) > MAX_BYTES:
+        raise NotComparable
+    layers = []
+    for layer in module.modules():
+        held = {}
+        for key, item in vars(layer).items():
+            if not key.startswith("_"):
+                with suppress(NotComparable):  # a logger, say: the rest tells layers apart
+                    held[key] = part(item)
+        layers.append((type(layer).__qualname__, held))
+    return layers
+
+
+def _made(function: Any, is_own: Callable[[Any], bool], part: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """What tells functions apart that a function of the program has made."""
+    if type(function) is not FunctionType or not is_own(function):
+        raise NotComparable
+    try:
+        variables = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # of a variable that has no value yet
+        raise NotComparable from None
+    defaults = function.__defaults__, function.__kwdefaults__
+    return function.__code__, part(variables), part(defaults), part(vars(function))
+
+
+def _drawn(generator: Any) -> Any:
+    """The state of a generator of random numbers, unless it is the stream of the process."""
+    if isinstance(generator, random.SystemRandom) or generator is torch.default_generator:
+        raise NotComparable
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return repr(generator.get_state(legacy=False))
+    return generator.getstate()
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """Also those in slots."""
+    slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+    return {**getattr(value, "__dict__", {}), **slots}
 
 
 def _is_a_librarys_tuple(value: Any, is_own: Callable[[type], bool]) -> bool:
@@ -74,14 +141,18 @@ def _is_a_librarys_tuple(value: Any, is_own: Callable[[type], bool]) -> bool:
 
 
 def has_settings(value: Any, is_own: Callable[[type], bool]) -> bool:
-    """Whether it is an object that is compared by its attributes: of a class of the program, of one that is made to
-    hold settings, or a layer without parameters and buffers, such as an activation."""
+    """Whether it is an object that is compared by its attributes: of a class of the program, or of one that is made to
+    hold settings."""
     cls = type(value)
-    if isinstance(value, torch.nn.Module):
-        return not any(True for _ in (*value.children(), *value.state_dict()))
-    if not hasattr(value, "__dict__") or issubclass(cls, (type, ModuleType)):
+    if isinstance(value, torch.nn.Module) or issubclass(cls, (type, ModuleType)):
+        return False
+    if not hasattr(value, "__dict__") and not _slots(cls):
         return False
     return is_own(cls) or dataclasses.is_dataclass(cls) or cls in (argparse.Namespace, SimpleNamespace)
+
+
+def _slots(cls: type) -> list[str]:
+    return copyreg._slotnames(cls)  # type: ignore[attr-defined]
 
 
 def is_config(value: Any) -> bool:
@@ -90,14 +161,13 @@ def is_config(value: Any) -> bool:
     return omegaconf is not None and omegaconf.OmegaConf.is_config(value)
 
 
-def _name_of(function: Any) -> tuple[str, str]:
+def _name_of(function: Any) -> tuple[str, str] | None:
+    """Its module and name, if they lead to it in any process."""
     module, name = getattr(function, "__module__", None) or "", function.__qualname__
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    if found is not function or module == "__main__":
-        raise NotComparable
-    return module, name
+    return None if found is not function or module == "__main__" else (module, name)
 
 
 def _digest(value: torch.Tensor | np.ndarray) -> str:
@@ -108,3 +178,81 @@ def _digest(value: torch.Tensor | np.ndarray) -> str:
     elif value.dtype.hasobject:
         raise NotComparable
     return hashlib.blake2b(np.ascontiguousarray(value).view(np.uint8).data, digest_size=16).hexdigest()
+
+
+class Parts(NamedTuple):
+    """What can be compared of an object, a dict or the attributes of a function."""
+
+    kind: str
+    data: dict[Any, Any]
+    others: dict[Any, str]
+    """The types of the rest, such as a lock: a rank that has made the same by itself takes over the data."""
+
+
+def parts_of(value: Any, is_own: Callable[[type], bool], is_compared: Callable[[Any], bool]) -> Parts | None:
+    """None of a value that has no parts that can be compared."""
+    if not (isinstance(value, (dict, FunctionType)) or has_settings(value, is_own)):
+        return None
+    held = {key: item for key, item in _held_by(value).items() if not is_of_process(key, item)}
+    data = {key: item for key, item in held.items() if is_compared(item)}
+    others = {key: _kind(item) for key, item in held.items() if key not in data}
+    return Parts(_kind(value), data, others) if data else None
+
+
+def _held_by(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else _attributes_of(value)
+
+
+def put_parts(current: Any, parts: Parts, are_equal: Callable[[Any, Any], bool]) -> None:
+    """Nothing, if the rest is of other types: a program that has opened a connection holds data that belongs to it."""
+    if _kind(current) != parts.kind:
+        return
+    held = _held_by(current)
+    if {key: _kind(held[key]) for key in parts.others if key in held} == parts.others:
+        missing = object()
+        changed = {key: item for key, item in parts.data.items() if not are_equal(held.get(key, missing), item)}
+        _update(current, changed, {key: held[key] for key in held if key not in parts.data and key not in parts.others})
+
+
+def put_into(current: Any, value: Any, is_own: Callable[[type], bool]) -> bool:
+    """Let one object hold what another of its type does, as other modules may have imported it. Returns whether it can
+    be."""
+    if type(current) is not type(value) or (isinstance(value, deque) and current.maxlen != value.maxlen):
+        return False
+    if isinstance(value, (list, set, deque)):
+        current.clear()
+        (current.update if isinstance(value, set) else current.extend)(value)
+    elif isinstance(value, torch.Generator):
+        current.set_state(value.get_state())
+    elif isinstance(value, np.random.Generator):
+        current.bit_generator.state = value.bit_generator.state
+    elif isinstance(value, np.random.RandomState):
+        current.set_state(value.get_state())
+    elif isinstance(value, random.Random):
+        current.setstate(value.getstate())
+    elif is_config(value):
+        vars(current).update(vars(value))
+    elif isinstance(value, (dict, torch.nn.Module)) or has_settings(value, is_own):
+        held, given = _held_by(current), _held_by(value)
+        _update(current, given, {key: item for key, item in held.items() if key not in given})
+    else:
+        return False
+    return True
+
+
+def _update(owner: Any, given: dict[Any, Any], removed: dict[Any, Any]) -> None:
+    """Without what each process has of its own."""
+    held = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+    for key in [key for key, item in removed.items() if not is_of_process(key, item)]:
+        held.pop(key, None)
+    for key, item in given.items():
+        if is_of_process(key, item):
+            continue
+        if isinstance(owner, dict) or key not in _slots(type(owner)):
+            held[key] = item
+        else:
+            object.__setattr__(owner, key, item)
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -11,7 +11,8 @@ from tests.strategies.launch.programs import Program
 pytestmark = pytest.mark.ranks
 
 SETTINGS = """
-    import os
+    import datetime, functools, logging, os, random, threading
+    from collections import deque
     from dataclasses import dataclass, field
     from enum import Enum
     from types import SimpleNamespace
@@ -41,6 +42,7 @@ SETTINGS = """
     class Config:
         lr: float = 0.1
         names: list = field(default_factory=list)
+        lora_rank: int = 2
         device: torch.device = torch.device("cpu")
 
     class Replaced:
@@ -53,6 +55,34 @@ SETTINGS = """
         @property
         def depth(self):
             return 2
+
+    @dataclass(slots=True)
+    class Slots:
+        lr: float = 0.1
+
+    class Service:
+        def __init__(self):
+            self.lock, self.connection, self.uses, self.old = threading.Lock(), None, 0, True
+
+    def make(factor):
+        def made(x):
+            return x * factor
+        return made
+
+    def scaled(x):
+        return x * scaled.factor
+    scaled.factor = 1
+
+    slots, service, connected = Slots(), Service(), Service()
+    MADE = make(1)
+    LAYER = torch.nn.Linear(2, 1)
+    LAYER.log = logging.getLogger()
+    CRITERION = torch.nn.MSELoss()
+    HUBER = functools.partial(F.huber_loss, delta=1.0)
+    WINDOW = deque([1.0], maxlen=4)
+    RNG = random.Random(0)
+    DATED = {"lr": 0.1, "hosts": range(3), "started": datetime.datetime.now()}
+    LORA_RANK = 2
 
     config = Config()
     space = SimpleNamespace(color=Color.RED, loss=F.mse_loss)
@@ -71,7 +101,7 @@ SETTINGS = """
 """
 
 OTHER = """
-    from settings import LAYERS, OPTIONS, TWICE as DEPTH, config, loss
+    from settings import RNG, LAYERS, OPTIONS, TWICE as DEPTH, config, loss
     def both():
         return LAYERS, DEPTH, config.lr
 """
@@ -147,6 +177,28 @@ CHANGES = {
     "property": ("settings.Net.depth = property(lambda self: 99)", "settings.Net().depth"),
     "class": ("class Mine:\n    dropout = 0.9\nsettings.Replaced = Mine", "settings.Replaced.dropout"),
     "registry": ("settings.REGISTRY['f'] = mine", "sorted(settings.REGISTRY)"),
+    "slots": ("settings.slots.lr = 0.5", "settings.slots.lr"),
+    "object with a lock": (
+        "settings.service.uses, settings.service.new = 3, [1]; del settings.service.old",
+        "[item for item in vars(settings.service).items() if item[0] != 'lock']",
+    ),
+    "function that was made": ("settings.MADE = settings.make(5)", "settings.MADE(2)"),
+    "attribute of a function": ("settings.scaled.factor = 3", "settings.scaled(2)"),
+    "weights of a layer": ("settings.LAYER.weight.data.fill_(7)", "settings.LAYER.weight.tolist()"),
+    "layer with a buffer": (
+        "settings.CRITERION = torch.nn.CrossEntropyLoss(weight=torch.ones(2))",
+        "getattr(settings.CRITERION, 'weight', None)",
+    ),
+    "partial function": ("settings.HUBER = functools.partial(F.huber_loss, delta=0.5)", "settings.HUBER.keywords"),
+    "deque": ("settings.WINDOW.append(2.0)", "settings.WINDOW"),
+    "generator": (
+        "settings.RNG.random()",
+        "settings.RNG.getstate()[1][-1]",
+        "settings.RNG is other.RNG, other.RNG.getstate()[1][-1]",
+    ),
+    "dict with a date": ("settings.DATED['lr'] = 0.5", "settings.DATED"),
+    "name with rank": ("settings.LORA_RANK = 8", "settings.LORA_RANK"),
+    "attribute with rank": ("settings.config.lora_rank = 8", "settings.config.lora_rank"),
     "function of a package": ("F.relu6 = lambda x: x * 3", "F.relu6(torch.tensor(-1.0)).item()"),
     "method of a package": (
         "torch.nn.Linear.reset_parameters = lambda self: torch.nn.init.constant_(self.weight, 3)",
@@ -190,6 +242,14 @@ def test_a_cache_that_cannot_be_sent_is_filled_on_the_rank(ask: Callable[..., tu
     answers, said = ask("settings._cache = threading.Lock()\nsettings.LR = 0.5", "settings.LR")
     assert answers["settings.LR"] == ("0.1", "0.5", "0.1")
     assert "without the changes to settings.LR, because settings._cache cannot be sent to them" in said
+
+
+@pytest.mark.long
+def test_data_of_an_open_connection_stays_with_it(ask: Callable[..., tuple[Answers, str]]) -> None:
+    """A rank has no connection, and would not open one if it held that it is open."""
+    change = "settings.connected.connection, settings.connected.uses = threading.Lock(), 1"
+    answers, said = ask(change, "settings.connected.uses")
+    assert answers["settings.connected.uses"] == ("0", "1", "0") and not said
 
 
 def test_a_replacement_that_cannot_be_sent_is_refused(program: Callable[[str], Program], tmp_path: Path) -> None:
