@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from lockstep.strategies.launch.payload import dumps
+from lockstep.strategies.launch.program.edits import refuse_edited
 from lockstep.strategies.launch.program.source import (
     Binding,
     Class,
@@ -77,9 +78,12 @@ def changes() -> dict[str, bytes]:
     """What modules of the program hold, and importing them again may not give: by module, pickled, so that a rank
     imports nothing for a module that it does not import.
 
-    Raises TypeError for a replaced function, class or value that cannot be pickled, with its name.
+    Raises TypeError for a replaced function, class or value that cannot be pickled, with its name, and ValueError for a
+    file that was edited since.
     """
     own = own_modules()
+    for module in own.values():
+        refuse_edited(module)
     found = {name: _sendable([*_of_module(module, own)]) for name, module in own.items()}
     for change in _sendable([*_in_packages(own)]):
         found.setdefault(change.module, []).append(change)

@@ -289,3 +289,39 @@ def test_what_is_installed_into_a_folder_is_a_package(program: Callable[[str], P
         print(launch(ask, (), 2))
     """).finish()
     assert (code, out) == (0, "({}, 0.5)\n"), err
+
+
+EDITS = {
+    "body": (("x + 1", "x + 2"), "more is another one"),
+    "method": (("return 8", "return 9"), "Net.width is another one"),
+    "removed": (("def more", "def less"), "more is another one"),
+    "comment": (("def more", "# longer by a line\n\ndef more"), ""),
+    "constant": (("LR = 0.1", "LR = 0.5"), ""),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", EDITS)
+def test_a_file_that_was_edited_since_its_import_is_refused(
+    program: Callable[[str], Program], tmp_path: Path, kind: str
+) -> None:
+    """Ranks would run the new code, and one process runs the old."""
+    edit, refused = EDITS[kind]
+    source = "LR = 0.1\nclass Net:\n    def width(self):\n        return 8\n\ndef more(x):\n    return x + 1\n"
+    (tmp_path / "layers.py").write_text(source)
+    code, out, err = program(f"""
+        import layers
+        from pathlib import Path
+        from lockstep.strategies.launch.launcher import launch
+
+        def ask():
+            import layers
+            return layers.LR, layers.Net().width(), layers.more(1)
+        Path("layers.py").write_text(Path("layers.py").read_text().replace(*{edit!r}))
+        print(launch(ask, (), 2))
+    """).finish()
+    if refused:
+        assert code == 1 and "layers.py was edited after this program imported it" in err.splitlines()[-1]
+        assert refused in err.splitlines()[-1]
+    else:
+        assert (code, out) == (0, "(0.1, 8, 2)\n"), err
