@@ -355,6 +355,3 @@ def _init_method(environ: Mapping[str, str], default: str | None) -> str | None:
             )
         _integer(environ, "MASTER_PORT", low=0, high=65535, default=None)
     return method
-
-
-__all__ = ["World", "detect", "forces_mesh", "shares_gpu"]

@@ -221,6 +221,3 @@ def _fault(entry: dict[str, Any]) -> Fault:
     if "file" in entry and not os.path.isdir(os.path.dirname(os.path.abspath(entry["file"]))):
         raise ValueError(f"file={entry['file']!r} is in no folder")
     return Fault(**entry)
-
-
-__all__ = ["ACTIONS", "POINTS", "Fault", "FaultPlan", "fault", "load", "parse", "unload"]

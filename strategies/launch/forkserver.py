@@ -273,6 +273,3 @@ def _fork(rank: int, folder: str, fds: list[int], servers: list[int]) -> int:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code & 0xFF)  # no interpreter shutdown: engines with threads of their own abort in it now and then
-
-
-__all__ = ["END", "MAX_RANKS", "Server", "give_back", "readable", "serve", "take"]

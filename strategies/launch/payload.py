@@ -295,6 +295,3 @@ def _write(fd: int, data: memoryview, offset: int) -> int:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written
     return offset
-
-
-__all__ = ["dumps", "pack", "unpack"]

@@ -344,6 +344,3 @@ def _mpi_file() -> str:
             "set MASTER_ADDR"
         )
     return str(folder / hashlib.sha256(json.dumps(run).encode()).hexdigest()[:32])
-
-
-__all__ = ["destroy_process_group", "init_process_group", "own_address", "plain_group"]

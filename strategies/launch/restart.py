@@ -59,6 +59,3 @@ def _add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
     else:  # Python 3.10
         _log.error(note)
-
-
-__all__ = ["keep_going"]

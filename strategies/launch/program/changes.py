@@ -393,6 +393,3 @@ def _apply_to(module: Any, changes: bytes) -> None:
             put_parts(current, change.value, _are_equal)
         elif missing or not (_are_equal(current, change.value) or put_into(current, change.value, is_own_class)):
             setattr(owner, change.name, change.value)
-
-
-__all__ = ["Change", "apply", "changes"]

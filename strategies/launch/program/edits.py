@@ -53,6 +53,3 @@ def _content(code: CodeType) -> tuple[Any, ...]:
     counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
     return code.co_code, constants, counts, names
-
-
-__all__ = ["refuse_edited"]

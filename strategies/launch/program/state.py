@@ -124,6 +124,3 @@ def take_over_library(state: dict[str, Any]) -> None:
     gc.set_threshold(*thresholds)
     if enabled:
         gc.enable()
-
-
-__all__ = ["library_state", "program_state", "take_over_library", "take_over_program"]
