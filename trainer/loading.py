@@ -49,8 +49,13 @@ def _load(module: nn.Module, reader: Reader, strict: bool) -> None:
 
     Raises KeyError or ValueError by name. Names that the `state_dict` of a layer leaves away are not missed.
     """
-    own, tensors = module.state_dict(), set(reader.names("model/"))
-    values = {name: own[name] for name in reader.meta.get("frozen", ()) if name in own}
+    values, tensors = (
+        module.state_dict(),
+        set(reader.names("model/")),
+    )  # with versions, by which layers read what is new
+    own = dict(values)
+    for name in own.keys() - set(reader.meta.get("frozen", ())):
+        del values[name]
     for name, value in reader.meta["model"].items():
         values[name] = reader.read(f"model/{name}") if f"model/{name}" in tensors else unpack(value, reader.read)
     is_own = type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module)

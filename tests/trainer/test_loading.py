@@ -78,6 +78,27 @@ def test_load_hooks_of_layers_are_called(tmp_path: Path) -> None:
     assert torch.equal(loaded.trunk.weight, module.body.weight)
 
 
+def test_layers_know_the_version_that_they_read(tmp_path: Path) -> None:
+    class Turned(nn.Linear):
+        """Was saved transposed by its first version."""
+
+        _version = 2
+
+        def _load_from_state_dict(self, state: Any, prefix: str, local: dict[str, Any], *args: Any) -> None:
+            if local.get("version", 1) < 2:
+                state[f"{prefix}weight"] = state[f"{prefix}weight"].T
+            super()._load_from_state_dict(state, prefix, local, *args)
+
+    class Net(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Turned(4, 4)
+
+    module = Net()
+    loaded = Net.load_from_checkpoint(saved(module, tmp_path))
+    assert torch.equal(loaded.body.weight, module.body.weight)
+
+
 def test_names_that_a_layer_leaves_away_are_not_missed(tmp_path: Path) -> None:
     class Teacher(nn.Linear):
         def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:

@@ -378,8 +378,9 @@ def _belongs(key: str, index: int, count: int) -> bool:
 def _evaluation_mode(run: RunState, module: Module, what: Stage, stage: str) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards every submodule has the mode that it had."""
     modes = [(child, child.training) for child in module.modules()]
+    of_training = () if run.attributes is None else run.attributes.modes
     if run.attributes is not None:
-        run.attributes.modes = modes
+        run.attributes.modes = of_training or modes
     what.to_eval()
     run.evaluating = stage
     try:
@@ -392,4 +393,4 @@ def _evaluation_mode(run: RunState, module: Module, what: Stage, stage: str) -> 
         for child, mode in modes:
             child.training = mode
         if run.attributes is not None:
-            run.attributes.modes = ()
+            run.attributes.modes = of_training

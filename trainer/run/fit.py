@@ -260,6 +260,8 @@ def _finish(run: RunState, module: Module, loop: FitLoop, optimizers: list[Optim
     loop.guards.check_weights(optimizers)
     run.metrics.close()
     set_phase(None, "end of the run")
+    assert run.attributes is not None
+    run.attributes.modes = [(layer, layer.training) for layer in module.modules()]  # a save from here on is of training
     for hook in run.hooks.on_train_end:
         hook()
     saving.finish(run)

@@ -22,7 +22,6 @@ from lockstep.trainer.kept.values import (
     Mark,
     caches_of,
     is_same,
-    is_savable,
     mark_of,
     own_data,
     storages,
@@ -155,8 +154,7 @@ def _owners(run: RunState) -> list[Any]:
 def _tensors_of_layers(module: Module) -> dict[tuple[str, str], Mark]:
     """Marks of tensors that are attributes, by the path of the layer and the name."""
     found = ((path, *item) for path, layer in layers(module) for item in own_data(layer).items())
-    marks = {(path, name): mark_of(value, 0) for path, name, value in found if isinstance(value, Tensor)}
-    return {place: mark for place, mark in marks.items() if is_savable(mark)}
+    return {(path, name): mark_of(value, 0) for path, name, value in found if isinstance(value, Tensor)}
 
 
 def _result(run: RunState, module: Module, returned: Any, tensors: dict[tuple[str, str], Mark]) -> dict[str, Any]:
@@ -178,7 +176,8 @@ def _result(run: RunState, module: Module, returned: Any, tensors: dict[tuple[st
             path: {
                 name: value
                 for name, value in own_data(layer).items()
-                if not isinstance(value, Tensor) or ((path, name) not in same and weights.isdisjoint(storages([value])))
+                if not isinstance(value, Tensor)
+                or (value.grad_fn is None and (path, name) not in same and weights.isdisjoint(storages([value])))
             }
             for path, layer in layers(module)
         },

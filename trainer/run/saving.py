@@ -71,7 +71,7 @@ def save(
             "save_checkpoint was called where this Trainer has no state of a fit; call it in a hook of fit, or once "
             "fit has returned"
         )
-    if run.active and run.stage != "fit" and not weights_only:
+    if run.active and run.stage != "fit" and not weights_only and not run.final:
         raise RuntimeError(
             f"save_checkpoint was called in a hook of {run.stage}, whose weights need not be those that the state of "
             "training belongs to; give weights_only=True, or call it in a hook of fit"

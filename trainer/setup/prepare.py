@@ -117,6 +117,8 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     run.attributes.begin([*named.values(), *(config.scheduler for config in schedulers)])
     run.start_hooks = start_hooks.StartHooks() if start_hooks.is_needed(run) else None
     run.numbers = Numbers(run)
+    if checkpoint is None and not run.progress.batches_seen:
+        run.progress.epoch_begun = False  # of a fit that failed before its first batch
     if checkpoint is not None:
         loaders |= snapshot.restore(run, module, checkpoint)
         run.windows_per_epoch = loaders["train_loader"].num_windows(loaders["limit"])

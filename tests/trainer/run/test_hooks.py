@@ -64,6 +64,29 @@ def test_every_hook_fires_as_often_as_the_loop_says() -> None:
         )
 
 
+def test_a_fit_after_one_that_failed_starts_its_epoch() -> None:
+    class Sums(Net):
+        def __init__(self, fails: bool) -> None:
+            super().__init__()
+            self.fails = fails
+
+        def on_train_epoch_start(self) -> None:
+            self.total = 0.0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.fails:
+                raise MemoryError("too large")
+            loss = super().training_step(batch, batch_idx)
+            self.total += float(loss.detach())
+            return loss
+
+    trainer, mended = quiet(), Sums(False)
+    with pytest.raises(MemoryError):
+        trainer.fit(Sums(True), loader(8))
+    trainer.fit(mended, loader(8))
+    assert mended.total > 0
+
+
 def test_order_within_a_step_is_the_documented_one() -> None:
     log: list[str] = []
     module, _ = spies(log)

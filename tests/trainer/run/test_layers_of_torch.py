@@ -175,3 +175,29 @@ def test_tensors_of_a_layer_are_returned_but_not_those_that_follow_weights_or_st
     quiet(strategy="ddp", devices=2, accelerator="cpu", max_epochs=1).fit(module, loader(32))
     assert layer.view is view and layer.table is table and torch.equal(view, layer.weight)
     assert layer.mean[0] > 0.1
+
+
+@pytest.mark.parametrize("after", [True, False], ids=["after fit", "in on_train_end"])
+def test_modes_after_training_are_not_those_of_a_resumed_run(after: bool, tmp_path: Path) -> None:
+    class Ends(Net):
+        modes: list[bool]
+
+        def on_train_start(self) -> None:
+            self.modes = []
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.modes.append(self.training and self.net[2].training)
+
+        def on_train_end(self) -> None:
+            if not after:
+                self.eval()
+                self.trainer.save_checkpoint(tmp_path / "c")
+
+    trainer, module = quiet(max_epochs=1), Ends()
+    trainer.fit(module, loader(16))
+    if after:
+        module.eval()
+        trainer.save_checkpoint(tmp_path / "c")
+    resumed = Ends()
+    quiet(max_epochs=2).fit(resumed, loader(16), ckpt_path=tmp_path / "c")
+    assert resumed.modes and all(resumed.modes)
