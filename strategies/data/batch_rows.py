@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -162,3 +163,31 @@ def _first_length(value: Any) -> int | None:
 
 def _first_known(values: Iterable[Any]) -> int | None:
     return next((found for value in values if (found := _first_length(value)) is not None), None)
+
+
+def refuse_derived(value: Any, parts: Mapping[str, Any], path: str, num_samples: int, advice: str) -> None:
+    """Raise ValueError if a dataclass that is to be cut has, among its `parts`, one that is not an argument of its
+    constructor and has no row a sample: a slice would have what was made of all samples."""
+    known = {field.name: field for field in fields(value)}
+    for name, part in parts.items():
+        is_given = name in known and (known[name].init or part is known[name].default)
+        if not is_given and not _is_of_samples(part, num_samples):
+            raise ValueError(
+                f"{type(value).__name__}.{name} ({path}.{name}) is set in __post_init__ or later from the whole batch, "
+                f"which is to be split; compute it in training_step, or {advice}"
+            )
+
+
+def _is_of_samples(value: Any, num_samples: int) -> bool:
+    """Whether all in `value` has a row or an item a sample, or is of a kind that does not depend on samples."""
+    if value is None or isinstance(value, str | bytes | Enum | torch.dtype | torch.device):
+        return True
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.ndim > 0 and len(value) == num_samples
+    if isinstance(value, Mapping):
+        return all(_is_of_samples(item, num_samples) for item in value.values())
+    if isinstance(value, list | tuple):
+        return len(value) == num_samples or all(_is_of_samples(item, num_samples) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return all(_is_of_samples(getattr(value, field.name, None), num_samples) for field in fields(value))
+    return False

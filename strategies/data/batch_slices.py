@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from lockstep.strategies.data.batch_rows import refuse_derived
 from lockstep.strategies.data.sample_axis import (
     ACROSS,
     JOINED,
@@ -23,6 +24,7 @@ from lockstep.strategies.data.sample_axis import (
     is_container,
     items_of,
     moves_itself,
+    parts_of,
     sized,
     with_items,
     with_tensors,
@@ -167,8 +169,11 @@ class _Part:
             return with_items(batch, batch[self.start : self.stop])
         if not is_container(batch):
             return batch
-        if moves_itself(batch) and not (isinstance(batch, Mapping | list | tuple) or dataclasses.is_dataclass(batch)):
-            owner = type(batch).__name__
+        if not isinstance(batch, Mapping | list | tuple):
+            if not dataclasses.is_dataclass(batch):
+                owner = type(batch).__name__
+            elif self.num_rows:
+                refuse_derived(batch, parts_of(batch), path, self.num_rows, "give Pipeline(num_micro_batches=1)")
         return with_items(batch, [self.of(item, at, owner) for at, item in items_of(batch, path)])
 
     def _tensor(self, batch: Any, path: str, owner: str) -> Any:

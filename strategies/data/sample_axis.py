@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.strategies.data.batch_rows import refuse_derived
 from lockstep.strategies.data.randomness import has_generator
 from lockstep.strategies.launch.rng import kept_streams
 
@@ -313,7 +314,10 @@ class SampleCutter:
         is_list = isinstance(value, list | tuple) and not hasattr(value, "_fields")
         if is_list and self._kind_of_list(value, path, num_samples) == "samples":
             return [with_items(value, part) for part in _ranges(value, sizes)]
-        if is_list or isinstance(value, Mapping | tuple) or dataclasses.is_dataclass(value):
+        is_mapping = isinstance(value, Mapping | tuple)
+        if not is_list and not is_mapping and dataclasses.is_dataclass(value):
+            refuse_derived(value, parts_of(value), path, num_samples, "use strategy='ddp'")
+        if is_list or is_mapping or dataclasses.is_dataclass(value):
             cuts = [self._cut(item, at, num_samples, sizes) for at, item in items_of(value, path)]
             return [with_items(value, [cut[i] for cut in cuts]) for i in range(len(sizes))]
         raise ValueError(

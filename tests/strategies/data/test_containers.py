@@ -115,6 +115,32 @@ def test_slices_hold_the_rows_of_the_batch(kind: str, cut_in_two: Callable[[Any]
         assert torch.equal(torch.cat(rows), whole) and len(whole) == 6
 
 
+@dataclass
+class Derived:
+    """Makes a part that has no row a sample of its others."""
+
+    x: Tensor
+    make: InitVar[Callable[[Tensor], Any]]
+    n: Any = field(init=False, default="none")
+
+    def __post_init__(self, make: Callable[[Tensor], Any]) -> None:
+        self.n = self.more = make(self.x)
+
+
+@pytest.mark.parametrize("cut_in_two", [lambda batch: SampleCutter().cut(batch, 6, 2), lambda batch: cut(batch, 6, 2)])
+def test_what_a_dataclass_makes_of_the_whole_batch_is_refused(
+    cut_in_two: Callable[[Any], list[tuple[Any, int]]],
+) -> None:
+    for make in (len, Tensor.mean, lambda x: torch.arange(x.shape[1]), lambda x: {"n": [len(x)]}, lambda _: object()):
+        with pytest.raises(ValueError, match=r"Derived.n \(batch\[0\].n\) is set in __post_init__ .* in training_step"):
+            cut_in_two([Derived(X, make)])
+    for make in (lambda x: x > 0, lambda x: {"mask": x > 0, "kind": None}, lambda x: [str(row) for row in x]):
+        first, second = (part[0] for part, _ in cut_in_two([Derived(X, make)]))
+        for half, rows in ((first, X[:3]), (second, X[3:])):
+            assert str(half.n) == str(half.more) == str(make(rows))
+    assert cut_in_two(Derived(X, lambda _: "a"))[1][0].n == "a"
+
+
 def test_the_containers_of_a_batch_are_its_own() -> None:
     batch = {"rows": [X], "more": {}, "pairs": Rows()}
     for other in (
