@@ -600,11 +600,13 @@ def test_each_stage_of_a_pipeline_is_planned() -> None:
 @pytest.mark.unit
 def test_what_methods_keep_between_steps_is_counted() -> None:
     """Learners of a rank have the common weights and the outer optimizer's momentum beside their own weights, ranks
-    with more learners more; compression has its residuals."""
-    (rank,) = of_net("ddp").ranks
+    with more learners more; compression has its residuals, ddp its buckets."""
+    (rank,) = of_net(DDP(gradient_as_bucket_view=True)).ranks
     size, small = rank.parameters, 64
     assert rank.other_state < small
-    (rank,) = of_net(DDP(compress="int8")).ranks
+    (rank,) = of_net("ddp").ranks
+    assert size <= rank.other_state < size + small
+    (rank,) = of_net(DDP(gradient_as_bucket_view=True, compress="int8")).ranks
     assert size <= rank.other_state < size + small
     first, later = of_net(DDP(compress="topk=0.1,start=5,warmup=7")), of_net(DDP(compress="topk=0.1"))
     assert first.ranks[0].collectives == later.ranks[0].collectives, "those after the first steps"
