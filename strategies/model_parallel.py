@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.strategies.base import Topology
-from lockstep.strategies.data.batch_slices import move_in_place
+from lockstep.strategies.data.batch_slices import Replaced, move_in_place, moves_whole
 from lockstep.strategies.devices import nth_device
 from lockstep.strategies.modules.blocks import Rule, balance, closed_layers
 from lockstep.strategies.modules.model_changes import refuse_unready
@@ -58,11 +58,7 @@ class ModelParallel(SPMDStrategy):
         for name, index in self.device_map.items():
             layer = model.get_submodule(name)
             layer.to(nth_device(self._accelerator, index))
-            self._hooks.append(
-                layer.register_forward_pre_hook(
-                    _Mover(nth_device(self._accelerator, index)).inputs, with_kwargs=True, prepend=True
-                )
-            )
+            self._hooks += _Mover(nth_device(self._accelerator, index)).hooks_of(layer)
         for name, buffer in list(model.named_buffers()):
             if not any(name == place or name.startswith(place + ".") for place in self.device_map):
                 owner, _, leaf = name.rpartition(".")
@@ -145,10 +141,18 @@ class _Mover:
     """Hooks that bring what a layer is given, or what it returns, to a device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self.replaced = device, Replaced(moves_whole)
+
+    def hooks_of(self, layer: nn.Module) -> list[Any]:
+        return [
+            layer.register_forward_pre_hook(self.inputs, with_kwargs=True, prepend=True),
+            layer.register_forward_hook(self.replaced.end, with_kwargs=True, always_call=True),
+        ]
 
     def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return move_in_place(args, self._device), move_in_place(kwargs, self._device)
+        return self.replaced.begin(
+            (args, kwargs), lambda: (move_in_place(args, self._device), move_in_place(kwargs, self._device))
+        )
 
     def outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
         return move_in_place(output, self._device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from lockstep.strategies.data.sample_axis import (
     Repeated,
     Shown,
     is_container,
+    is_tensor,
     items_of,
     moves_itself,
     parts_of,
@@ -266,8 +267,55 @@ def move_in_place(value: Any, device: torch.device) -> Any:
     def to_device(item: Any) -> Any:
         return item if all(t.device == device for t in tensors_of(item)) else move(item, device, None)
 
-    return with_tensors(value, to_device, _moves_whole)
+    return with_tensors(value, to_device, moves_whole)
 
 
-def _moves_whole(value: Any) -> bool:
+def moves_whole(value: Any) -> bool:
+    """Whether `move` makes one value of it, whatever it holds."""
     return isinstance(value, Tensor | PackedSequence) or (moves_itself(value) and not isinstance(value, Mapping))
+
+
+class Replaced:
+    """What stands in the containers of a layer's caller for the tensors that it has put there, while the layer runs.
+
+    After the call they hold the caller's own again, but for what the layer has written to them.
+    """
+
+    def __init__(self, is_leaf: Callable[[Any], bool] = is_tensor) -> None:
+        self._is_leaf = is_leaf
+        self._calls: list[dict[int, tuple[Any, Any, list[int]]]] = []
+        """Of each call that runs, by the ids of what stands in: the caller's own, what stands in, its versions."""
+
+    def begin(self, given: Any, replace: Callable[[], Any]) -> Any:
+        """In front of a call: what `replace` makes of `given`."""
+        self._calls.append({})
+        before = self._held(given)
+        made = replace()
+        pairs = self._pairs(before, made)
+        self._calls[-1] = {id(new): (own, new, _versions(new)) for own, new in pairs if new is not own}
+        return made
+
+    @torch.compiler.disable
+    def end(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """A forward hook, which is to run after a failure, too."""
+        replaced = self._calls.pop() if self._calls else {}
+
+        def own(value: Any) -> Any:
+            mine, new, versions = replaced.get(id(value), (value, None, None))
+            return mine if new is None or _versions(new) == versions else value  # else the layer has written to it
+
+        if replaced:
+            with_tensors((args, kwargs), own, lambda value: id(value) in replaced or self._is_leaf(value))
+
+    def _held(self, value: Any) -> Any:
+        """What is in containers, in lists of the same order."""
+        return value if self._is_leaf(value) else [self._held(item) for item in _items(value)]
+
+    def _pairs(self, before: Any, made: Any) -> list[tuple[Any, Any]]:
+        if type(before) is not list:
+            return [(before, made)]
+        return [pair for one, other in zip(before, _items(made), strict=True) for pair in self._pairs(one, other)]
+
+
+def _versions(value: Any) -> list[int]:
+    return [tensor._version for tensor in tensors_of(value) if not tensor.is_inference()]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 
-from lockstep.strategies.data.batch_slices import tensors_of
+from lockstep.strategies.data.batch_slices import Replaced, tensors_of
 from lockstep.strategies.data.sample_axis import with_tensors
 from lockstep.strategies.mesh import mixed_tensors
 
@@ -77,17 +77,22 @@ def keep_containers(unit: Any, called: Callable[[nn.Module, list[Tensor]], None]
     """Let a sharded module write to the lists, dicts and dataclasses that it is given, as it can on one process.
 
     In front of a forward FSDP takes the tensors in them one by one, as by itself it makes other containers, and what
-    it makes of these tensors goes back to where they were. What the forward has written to them is an output, too.
+    it makes of these tensors is where they were until the forward is over. What the forward has written to them is an
+    output, too.
     `called(unit, outputs)` follows.
     """
-    state = unit._get_fsdp_state()
+    state, replaced = unit._get_fsdp_state(), Replaced()
 
     @torch.compiler.disable
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not kwargs and all(type(arg) is Tensor for arg in args):
-            return state._pre_forward(module, args, kwargs)
-        made = iter(state._pre_forward(module, tuple(tensors_of((args, kwargs))), {})[0])
-        return with_tensors((args, kwargs), lambda _: next(made))
+            return replaced.begin((), lambda: state._pre_forward(module, args, kwargs))
+
+        def replace() -> Any:
+            made = iter(state._pre_forward(module, tuple(tensors_of((args, kwargs))), {})[0])
+            return with_tensors((args, kwargs), lambda _: next(made))
+
+        return replaced.begin((args, kwargs), replace)
 
     @torch.compiler.disable
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -102,6 +107,7 @@ def keep_containers(unit: Any, called: Callable[[nn.Module, list[Tensor]], None]
         if hook == state._pre_forward:
             unit._forward_pre_hooks[key] = before
     unit.register_forward_hook(after, with_kwargs=True)
+    unit.register_forward_hook(replaced.end, with_kwargs=True, always_call=True)
 
 
 def _is_given(tensor: Tensor) -> bool:

@@ -6,7 +6,11 @@ it leaves to its caller is done here: which blocks, what a second forward must f
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
+import operator
+from collections.abc import MutableMapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -76,7 +80,7 @@ def _recomputed(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return cls.forward(self, *args, **kwargs)
-        again = _Again(self)
+        again = _Again(self, args, kwargs)
         # As plain arguments, so that torch looks for devices whose random state matters in all of them.
         output = checkpoint(
             _call,
@@ -84,6 +88,7 @@ def _recomputed(cls: type[nn.Module]) -> type[nn.Module]:
             again.devices,
             args,
             kwargs,
+            again,
             use_reentrant=False,
             context_fn=again.contexts,
         )
@@ -95,15 +100,43 @@ def _recomputed(cls: type[nn.Module]) -> type[nn.Module]:
     return made
 
 
-def _call(forward: Any, devices: Any, args: Any, kwargs: Any) -> Any:
+def _call(forward: Any, devices: Any, args: Any, kwargs: Any, again: _Again) -> Any:
+    if again.runs:
+        args, kwargs = _in_own_containers(again.given)
     return forward(*args, **kwargs)
 
 
-class _Again:
-    """What the second run of a forward finds as it was in the first, and leaves as it is: buffers, and how activations
-    are laid out."""
+def _in_own_containers(value: Any) -> Any:
+    """`value` with the same tensors in lists, dicts and objects of its own, which a forward may write to."""
+    if isinstance(value, Tensor | nn.Module | type):
+        return value
+    if isinstance(value, tuple):
+        items = [_in_own_containers(item) for item in value]
+        if all(map(operator.is_, items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    moves_itself = callable(getattr(value, "to", None)) and hasattr(value, "__dict__")
+    if not isinstance(value, list | MutableMapping) and not dataclasses.is_dataclass(value) and not moves_itself:
+        return value
+    made = copy.copy(value)
+    if isinstance(value, list | MutableMapping):
+        attributes = getattr(made, "__dict__", {})  # a mapping of the user's may keep its items there
+        attributes.update({name: dict(held) for name, held in attributes.items() if type(held) is dict})
+        for key in range(len(value)) if isinstance(value, list) else [*value]:
+            made[key] = _in_own_containers(value[key])
+        return made
+    for name in {*getattr(value, "__dict__", ()), *getattr(value, "__dataclass_fields__", ())}:
+        if hasattr(value, name):
+            object.__setattr__(made, name, _in_own_containers(getattr(value, name)))
+    return made
 
-    def __init__(self, block: nn.Module) -> None:
+
+class _Again:
+    """What the second run of a forward finds as it was in the first, and leaves as it is: buffers, the containers that
+    it is given, and how activations are laid out."""
+
+    def __init__(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        self.given, self.runs = _in_own_containers((args, kwargs)), False
         self._buffers = [
             (module, name, buffer, buffer.detach().clone(), buffer._version)
             for module in block.modules()
@@ -135,6 +168,7 @@ class _Again:
         self._buffers = [kept for kept in self._buffers if kept[0] in changed]
 
     def __enter__(self) -> None:
+        self.runs = True
         self._there = [(module, name, module._buffers.get(name)) for module, name, *_ in self._buffers]
         for module, name, _, before, _ in self._buffers:
             module._buffers[name] = before.clone()
@@ -143,6 +177,7 @@ class _Again:
             self._sequence.on, self._sequence.follows = self._on, True
 
     def __exit__(self, *error: Any) -> None:
+        self.runs = False
         for module, name, buffer in self._there:
             module._buffers[name] = buffer
         self._there = []

@@ -64,6 +64,36 @@ def test_activations_are_brought_to_each_layer_and_back(monkeypatch: pytest.Monk
     )
 
 
+class Reading(nn.Module):
+    """Reads a tensor of a dict, writes to another in place, adds one, and may call itself or fail."""
+
+    def forward(self, given: dict[str, Any], how: str) -> Any:
+        assert given["mask"].is_meta and given["pair"][0].is_meta and given["total"].is_meta
+        given["total"].add_(1)
+        given["made"] = given["mask"] * 2
+        if how == "twice":
+            self(given, "once")
+            assert given["mask"].is_meta
+        if how == "fails":
+            raise ZeroDivisionError
+        return given["mask"]
+
+
+@pytest.mark.parametrize("how", ["once", "twice", "fails"])
+def test_what_a_layer_only_reads_is_the_callers_after_the_call(how: str) -> None:
+    layer, mover = Reading(), model_parallel._Mover(torch.device("meta"))
+    mover.hooks_of(layer)
+    mask, y, pair = torch.ones(2), torch.ones(2), (torch.ones(2), "x")
+    given = {"mask": mask, "y": y, "pair": pair, "total": torch.zeros(2)}
+    try:
+        assert layer(given, how).is_meta and how != "fails"
+    except ZeroDivisionError:
+        assert how == "fails"
+    assert given["mask"] is mask and given["y"] is y and given["pair"][0] is pair[0]
+    assert given["made"].is_meta and given["total"].is_meta, "what it has written stays"
+    assert not mover.replaced._calls
+
+
 @pytest.mark.parametrize(
     ("device_map", "message"),
     [

@@ -127,7 +127,7 @@ def of_context() -> Writing:
     ("strategy", "devices", "makes"),
     [
         ("fsdp", 2, [Writing, of_cache, of_context]),
-        (FSDP(activation_checkpointing=Gated), 2, [Writing]),
+        (FSDP(activation_checkpointing=Gated), 2, [Writing, of_context]),
         ("ddp=2", 2, [Writing, of_context]),
     ],
 )
@@ -149,6 +149,39 @@ def test_what_layers_of_devices_and_stages_write_reaches_the_step(strategy: str,
 
 def test_backward_may_begin_with_what_a_block_has_written() -> None:
     exact("fsdp", 2, PenaltiesAlone)
+
+
+class Reading(Gated):
+    """Reads some of the tensors of a dict, and replaces another."""
+
+    def forward(self, x: Tensor, given: dict[str, Any]) -> Tensor:
+        given["calls"] = given["calls"] + 1
+        return x + self.up(x * given["scale"]).tanh()
+
+
+class Kept(Writing):
+    """Looks after each backward at a dict that is the same in all steps."""
+
+    def __init__(self) -> None:
+        super().__init__(Net)
+        self.net.blocks = nn.ModuleList([Reading(), Reading()])
+        self.given = {"scale": torch.ones(8, dtype=torch.float64).requires_grad_(), "calls": torch.zeros(())}
+        self.own = self.given["scale"]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.net.first(batch[0])
+        for block in self.net.blocks:
+            x = block(x, self.given)
+        assert self.given["scale"] is self.own
+        return F.cross_entropy(self.net.head(x), batch[1])
+
+    def on_after_backward(self) -> None:
+        assert self.own.grad is not None and self.given["calls"] == 2 * (self.trainer.global_step + 1)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", FSDP(activation_checkpointing=Gated)])
+def test_what_blocks_only_read_is_the_callers_after_the_call(strategy: Any) -> None:
+    exact(strategy, 2, Kept)
 
 
 class Spaced(InContext):
