@@ -287,8 +287,10 @@ class Replaced:
         """Of each call that runs, by the ids of what stands in: the caller's own, what stands in, its versions."""
 
     def begin(self, given: Any, replace: Callable[[], Any]) -> Any:
-        """In front of a call: what `replace` makes of `given`."""
+        """In front of a call: what `replace` makes of `given`; None if there is nothing to give back."""
         self._calls.append({})
+        if given is None:
+            return replace()
         before = self._held(given)
         made = replace()
         pairs = self._pairs(before, made)

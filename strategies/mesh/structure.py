@@ -86,7 +86,7 @@ def keep_containers(unit: Any, called: Callable[[nn.Module, list[Tensor]], None]
     @torch.compiler.disable
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not kwargs and all(type(arg) is Tensor for arg in args):
-            return replaced.begin((), lambda: state._pre_forward(module, args, kwargs))
+            return replaced.begin(None, lambda: state._pre_forward(module, args, kwargs))
 
         def replace() -> Any:
             made = iter(state._pre_forward(module, tuple(tensors_of((args, kwargs))), {})[0])
