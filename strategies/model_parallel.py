@@ -146,7 +146,7 @@ class _Mover:
     def hooks_of(self, layer: nn.Module) -> list[Any]:
         return [
             layer.register_forward_pre_hook(self.inputs, with_kwargs=True, prepend=True),
-            layer.register_forward_hook(self.replaced.end, with_kwargs=True, always_call=True),
+            layer.register_forward_hook(torch.compiler.disable(self.replaced.end), with_kwargs=True, always_call=True),
         ]
 
     def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

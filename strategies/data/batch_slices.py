@@ -297,7 +297,6 @@ class Replaced:
         self._calls[-1] = {id(new): (own, new, _versions(new)) for own, new in pairs if new is not own}
         return made
 
-    @torch.compiler.disable
     def end(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         """A forward hook, which is to run after a failure, too."""
         replaced = self._calls.pop() if self._calls else {}

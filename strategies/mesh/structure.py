@@ -107,7 +107,7 @@ def keep_containers(unit: Any, called: Callable[[nn.Module, list[Tensor]], None]
         if hook == state._pre_forward:
             unit._forward_pre_hooks[key] = before
     unit.register_forward_hook(after, with_kwargs=True)
-    unit.register_forward_hook(replaced.end, with_kwargs=True, always_call=True)
+    unit.register_forward_hook(torch.compiler.disable(replaced.end), with_kwargs=True, always_call=True)
 
 
 def _is_given(tensor: Tensor) -> bool:
