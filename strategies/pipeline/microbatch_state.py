@@ -56,8 +56,9 @@ class StepState:
         inside = {child for layer in parts.layers for child in layer.module.modules()}
         own = [child for layer in here for child in layer.module.modules()]
         self._model = model
-        free = parts.free()
-        outside = [m for m in model.modules() if m not in inside | free and not is_metric(m)]
+        metrics = {part for metric in filter(is_metric, model.modules()) for part in metric.modules()} - inside
+        free = parts.free() - metrics
+        outside = [m for m in model.modules() if m not in inside | free | metrics]
         self._outside: list[_Holder] = [*outside, *model.parameters()]
         self._layers: list[Any] = [m for m in (*own, *free) if not is_of_torch(m)]
         self._plain = PlainAttributes(m for m in inside | free if is_of_torch(m))

@@ -226,6 +226,33 @@ def test_times_that_hooks_of_layers_note_are_not_counts() -> None:
     exact(Timed, {"pipeline": 2}, max_epochs=1)
 
 
+class Measuring(Base):
+    """Is itself the pipelined module, and holds a metric beside its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers, self.net = self.net, None
+        self.encoder, self.decoder = layers[:4], layers[4]
+        self.accuracy = pytest.importorskip("torchmetrics").Accuracy("multiclass", num_classes=4)
+        self.register_buffer("measured", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self(batch[0])
+        self.accuracy(output, batch[1])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return F.cross_entropy(output, batch[1])
+
+    def on_train_end(self) -> None:
+        self.measured.copy_(self.trainer.callback_metrics["accuracy"])
+
+
+def test_a_metric_in_the_pipelined_module_may_change_after_its_call() -> None:
+    exact(Measuring, {"pipeline": 2}, max_epochs=1)
+
+
 class HookedParameter(Base):
     """A hook of a parameter counts."""
 
