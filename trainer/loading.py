@@ -49,11 +49,8 @@ def _load(module: nn.Module, reader: Reader, strict: bool) -> None:
 
     Raises KeyError or ValueError by name. Names that the `state_dict` of a layer leaves away are not missed.
     """
-    values, tensors = (
-        module.state_dict(),
-        set(reader.names("model/")),
-    )  # with versions, by which layers read what is new
-    own = dict(values)
+    values = module.state_dict()  # which knows the versions of layers, by which these tell what they are given
+    own, tensors = dict(values), set(reader.names("model/"))
     for name in own.keys() - set(reader.meta.get("frozen", ())):
         del values[name]
     for name, value in reader.meta["model"].items():

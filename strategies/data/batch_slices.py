@@ -229,8 +229,8 @@ def move(
 ) -> Any:
     """`batch` with its tensors on `device`, floating point ones cast to `dtype` where it is given.
 
-    What comes from the host is copied on the stream `copies`, for which the caller then lets the current stream wait.
-    Tensors on a device of the type `kept` stay there.
+    Copies from the host run on the stream `copies`; the caller then lets the current stream wait for it. Tensors on a
+    device of the type `kept` stay there.
     """
     if isinstance(batch, Tensor):
         to = None if dtype is None else dtype_of(batch, dtype)
@@ -276,18 +276,20 @@ def moves_whole(value: Any) -> bool:
 
 
 class Replaced:
-    """What stands in the containers of a layer's caller for the tensors that it has put there, while the layer runs.
+    """Stand-ins for the tensors in the containers that a layer is called with.
 
-    After the call they hold the caller's own again, but for what the layer has written to them.
+    They are there while the layer runs. After the call each container holds the caller's tensors again, except where
+    the layer has written to it, or to the stand-in.
     """
 
     def __init__(self, is_leaf: Callable[[Any], bool] = is_tensor) -> None:
         self._is_leaf = is_leaf
         self._calls: list[dict[int, tuple[Any, Any, list[int]]]] = []
-        """Of each call that runs, by the ids of what stands in: the caller's own, what stands in, its versions."""
+        """For each running call, by the id of the stand-in: the caller's tensor, the stand-in, and its versions."""
 
     def begin(self, given: Any, replace: Callable[[], Any]) -> Any:
-        """In front of a call: what `replace` makes of `given`; None if there is nothing to give back."""
+        """Called before a layer: return what `replace` makes of `given`, which is None if there is nothing to give
+        back."""
         self._calls.append({})
         if given is None:
             return replace()

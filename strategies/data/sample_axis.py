@@ -10,7 +10,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -190,10 +190,10 @@ def with_items(value: Any, items: Sequence[Any], in_place: bool = False) -> Any:
     if isinstance(value, tuple):
         return _tuple_of(value, items)
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-        whole = dict(zip(value, items, strict=True))
+        whole, kind = dict(zip(value, items, strict=True)), type(value)
         try:
-            return type(value)(whole)  # type: ignore[call-arg]
-        except TypeError:
+            return cast(Any, kind)(whole)
+        except TypeError:  # its class is made of other arguments
             return whole
     made = value if in_place and not _is_frozen(value) else _copy_of(value)
     if isinstance(value, list):

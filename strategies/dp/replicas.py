@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -18,6 +16,7 @@ from lockstep.strategies.data.batch_slices import tensors_of
 from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.modules.blocks import holds_states
 from lockstep.strategies.modules.parameter_hooks import copy_attributes
+from lockstep.strategies.sync.contents import generators
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -235,8 +234,7 @@ def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
 
 def holds_generators(model: nn.Module) -> bool:
     """Whether an attribute of a module is a random generator, which all replicas would draw from."""
-    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-    return any(isinstance(value, kinds) for module in model.modules() for value in vars(module).values())
+    return any(isinstance(value, generators()) for module in model.modules() for value in vars(module).values())
 
 
 def metrics_of(model: nn.Module) -> list[Any]:

@@ -11,7 +11,6 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import PurePath
-from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lockstep.strategies.launch.program.values import slots
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import is_of_user
 from lockstep.strategies.sync.contents import (
@@ -101,13 +101,6 @@ def dict_of(owner: Any) -> dict[str, Any]:
     except Exception:
         return {}
     return own if isinstance(own, dict) else {}
-
-
-@functools.cache
-def slots(kind: Any) -> dict[str, MemberDescriptorType]:
-    """The places of a class and its bases for attributes outside of `__dict__`."""
-    of_bases = [vars(cls) for cls in reversed(kind.__mro__) if "__slots__" in vars(cls)]
-    return {name: slot for own in of_bases for name, slot in own.items() if isinstance(slot, MemberDescriptorType)}
 
 
 def put(owner: Any, name: str, value: Any) -> None:

@@ -1,9 +1,9 @@
 """`on_fit_start` and `on_train_start` in a run that is resumed, which calls them too.
 
 They draw the random numbers that they drew as the run was new, and what they set as they did then gives way to what the
-run has made of it since: options of optimizers, `requires_grad`, and attributes of the module (see
-`attributes.Changes`). What they set otherwise than then holds, as the user's code has changed. Weights and buffers that
-they write to are loaded once more.
+run has made of it since: options of optimizers, `requires_grad`, and attributes of the module (`kept.changes.Changes`).
+What they set otherwise than then holds, as the user's code has changed. Weights and buffers that they write to are
+loaded once more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.callbacks.training.weight_averaging import WeightAveraging
 from lockstep.strategies.sync.collectives import all_gather
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.checkpoint.manifest import refused
-from lockstep.trainer.run.hooks import is_users
+from lockstep.trainer.run.hooks import is_users, of_package
 from lockstep.trainer.seeding import rng_state, set_rng_state
 from lockstep.trainer.setup import resume
 
@@ -171,7 +171,7 @@ def is_needed(run: RunState) -> bool:
 def _is_theirs(hook: Any) -> bool:
     """Whether it is the user's, and not that of a callback of Lockstep's which changes the model."""
     owner = getattr(hook.func if isinstance(hook, partial) else hook, "__self__", None)
-    return is_users(hook) and not type(owner).__module__.startswith(("lockstep.callbacks.", "lockstep.trainer."))
+    return is_users(hook) and not of_package(owner)
 
 
 def _on_any_rank(run: RunState, has_written: bool) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copyreg
 import dataclasses
 import datetime
 import functools
@@ -18,7 +17,7 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from pathlib import PurePath
-from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,8 +127,9 @@ def _drawn(generator: Any) -> Any:
 
 def _attributes_of(value: Any) -> dict[str, Any]:
     """Also those in slots."""
-    slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
-    return {**getattr(value, "__dict__", {}), **slots}
+    kind: Any = type(value)
+    in_slots = {name: getattr(value, name) for name in slots(kind) if hasattr(value, name)}
+    return {**getattr(value, "__dict__", {}), **in_slots}
 
 
 def _is_a_librarys_tuple(value: Any, is_own: Callable[[type], bool]) -> bool:
@@ -143,16 +143,19 @@ def _is_a_librarys_tuple(value: Any, is_own: Callable[[type], bool]) -> bool:
 def has_settings(value: Any, is_own: Callable[[type], bool]) -> bool:
     """Whether it is an object that is compared by its attributes: of a class of the program, or of one that is made to
     hold settings."""
-    cls = type(value)
+    cls: Any = type(value)
     if isinstance(value, torch.nn.Module) or issubclass(cls, (type, ModuleType)):
         return False
-    if not hasattr(value, "__dict__") and not _slots(cls):
+    if not hasattr(value, "__dict__") and not slots(cls):
         return False
     return is_own(cls) or dataclasses.is_dataclass(cls) or cls in (argparse.Namespace, SimpleNamespace)
 
 
-def _slots(cls: type) -> list[str]:
-    return copyreg._slotnames(cls)  # type: ignore[attr-defined]
+@functools.cache
+def slots(kind: Any) -> dict[str, MemberDescriptorType]:
+    """The places of a class and its bases for attributes outside of `__dict__`."""
+    of_bases = [vars(cls) for cls in reversed(kind.__mro__) if "__slots__" in vars(cls)]
+    return {name: slot for own in of_bases for name, slot in own.items() if isinstance(slot, MemberDescriptorType)}
 
 
 def is_config(value: Any) -> bool:
@@ -242,13 +245,14 @@ def put_into(current: Any, value: Any, is_own: Callable[[type], bool]) -> bool:
 
 def _update(owner: Any, given: dict[Any, Any], removed: dict[Any, Any]) -> None:
     """Without what each process has of its own."""
+    kind: Any = type(owner)
     held = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
     for key in [key for key, item in removed.items() if not is_of_process(key, item)]:
         held.pop(key, None)
     for key, item in given.items():
         if is_of_process(key, item):
             continue
-        if isinstance(owner, dict) or key not in _slots(type(owner)):
+        if isinstance(owner, dict) or key not in slots(kind):
             held[key] = item
         else:
             object.__setattr__(owner, key, item)
