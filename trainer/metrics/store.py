@@ -83,7 +83,7 @@ class MetricStore:
     @property
     def in_part(self) -> bool:
         """Whether this thread runs a step on a part of a micro-batch."""
-        return bool(self._parts) and getattr(self._thread, "part", None) is not None
+        return getattr(self._thread, "part", None) is not None
 
     @property
     def is_padding(self) -> bool:
@@ -171,6 +171,11 @@ class MetricStore:
             raise of_two_kinds(entry.name)
         entry.add(value if type(value) is float else number_of(entry.name, value), weight)
         entry.count += weight
+
+    @property
+    def samples_here(self) -> float:
+        """Samples that this thread runs a step on."""
+        return self._thread.part.num_samples if self.in_part else self.weight
 
     def part(self, num_samples: int) -> Part:
         """A context in which a step runs on a part of the micro-batch: what is logged in it weighs `num_samples`.

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import StepHooks, StepResult, StepVote
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.phase import CALLBACKS, END_OF_STEP, OPTIMIZER_STEP, set_phase
-from lockstep.trainer.run import evaluate, publish, saving
+from lockstep.trainer.run import evaluate, loss_means, publish, saving
 from lockstep.trainer.run.guards import check_weight, on_any_rank
 from lockstep.trainer.run.hooks import is_users, refuse_skip
 from lockstep.trainer.setup import assigned, prepare, reload, start_hooks
@@ -43,6 +43,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     loop = prepare.fit(run, module, sources)
     if not _begin(run, module, loop):
         return
+    loss_means.watch(run, loop)
     strategy, wrapped, hooks, guards, progress = run.strategy, run.wrapped, run.hooks, loop.guards, run.progress
     optimizers, handles, automatic = list(run.optimizers.values()), run.user_optimizers, module.automatic_optimization
     step_hooks, clip = step_hooks_of(run, loop, automatic), None if strategy.capabilities.local_steps else loop.clip

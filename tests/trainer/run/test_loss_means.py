@@ -1,0 +1,134 @@
+"""A plain loss whose terms are not in proportion to the samples is named."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import Loss, Module, Trainer
+
+
+def of_all(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y.clamp_min(0))
+
+
+def of_not_ignored(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y)
+
+
+def weighted_by_class(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y.clamp_min(0), weight=torch.tensor([1.0, 2.0, 3.0]))
+
+
+def of_two(out: Tensor, y: Tensor) -> dict[str, Tensor]:
+    return {"loss": of_all(out, y) + 0.1 * of_not_ignored(out, y), "logged": out.mean()}
+
+
+def by_index(out: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(out[y >= 0], torch.ones(()).expand(int((y >= 0).sum()), 3))
+
+
+def by_mask(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, reduction="none")[y >= 0].mean()
+
+
+def by_division(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, reduction="sum") / (y >= 0).sum()
+
+
+def with_penalty(out: Tensor, y: Tensor) -> Tensor:
+    return of_all(out, y) + PENALIZED.square().mean()
+
+
+def with_aside(out: Tensor, y: Tensor) -> dict[str, Any]:
+    return {"loss": of_all(out, y), "logged": of_not_ignored(out, y)}
+
+
+def with_count(out: Tensor, y: Tensor) -> Loss:
+    return Loss(F.cross_entropy(out, y, reduction="sum"), (y >= 0).sum())
+
+
+def of_samples(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, reduction="none").sum() / len(y)
+
+
+def recomputed(out: Tensor, y: Tensor) -> Tensor:
+    return checkpoint(of_not_ignored, out, y, use_reentrant=False)
+
+
+PENALIZED = nn.Parameter(torch.ones(5))
+
+
+class Model(Module):
+    def __init__(self, loss: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+        self.loss = loss
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        x, y = batch
+        return self.loss(self.net(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def warned(caplog: pytest.LogCaptureFixture, loss: Callable[[Tensor, Tensor], Any], **options: Any) -> list[str]:
+    x, y = torch.randn(18, 4), torch.arange(18) % 3
+    y[::3] = -100  # 2, 1, 1, 2 and 0 of 2, after 4 that are of 4
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        Trainer(
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            accelerator="cpu",
+            **options,
+        ).fit(Model(loss), DataLoader(TensorDataset(x, y), batch_size=4))
+    return [record.message for record in caplog.records if "a mean of" in record.message]
+
+
+UNEVEN = of_not_ignored, weighted_by_class, of_two, by_index, by_mask, by_division
+EVEN = of_all, with_penalty, with_aside, with_count, of_samples, recomputed
+
+
+@pytest.mark.parametrize("loss", UNEVEN)
+def test_a_mean_over_what_batches_have_different_numbers_of_is_named(
+    caplog: pytest.LogCaptureFixture, loss: Callable[[Tensor, Tensor], Any]
+) -> None:
+    (line,) = warned(caplog, loss, accumulate_grad_batches=2)
+    assert "for 4 samples, and of " in line and "in batch 1, " in line and "return Loss(total, count)" in line
+    if loss is of_not_ignored:
+        assert "a mean of 2 terms for 4 samples, and of 3 for 4 in batch 1" in line
+
+
+@pytest.mark.parametrize("loss", EVEN)
+def test_a_mean_over_samples_is_not(caplog: pytest.LogCaptureFixture, loss: Callable[[Tensor, Tensor], Any]) -> None:
+    assert warned(caplog, loss, accumulate_grad_batches=2) == []
+
+
+def test_nor_where_a_batch_is_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    assert warned(caplog, of_not_ignored) == []
+
+
+def test_a_part_of_a_batch_has_samples_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    assert warned(caplog, of_all, strategy="dp", devices=2) == []
+    (line,) = warned(caplog, of_not_ignored, strategy="dp", devices=2)
+    assert "a mean of 1 terms for 2 samples, and of 2 for 2 in batch 1" in line
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+def test_ranks_name_it_once(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, strategy: str) -> None:
+    warned(caplog, of_all, strategy=strategy, devices=2)
+    assert "a mean of" not in capfd.readouterr().err
+    warned(caplog, of_not_ignored, strategy=strategy, devices=2)
+    assert capfd.readouterr().err.count("a mean of") == 1

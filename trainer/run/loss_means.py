@@ -1,0 +1,112 @@
+"""A line for a plain loss that is a mean over something else than the samples of its batch, by which it is weighted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lockstep.trainer.run.state import RunState
+    from lockstep.trainer.setup.prepare import FitLoop
+
+_log = logging.getLogger("lockstep")
+
+_LOOKS, _NODES = 16, 100
+_MEAN, _SUM = 1, 2  # torch's numbers of reduction="mean" and "sum"
+
+
+class FirstSteps:
+    """In place of `training_step`: reads what the first losses are means over, then leaves its place to it.
+
+    What a loss is a mean over is read from its autograd graph; a compiled loss shows nothing.
+    """
+
+    def __init__(self, run: RunState, loop: FitLoop) -> None:
+        self._metrics, self._loop, self._step = run.metrics, loop, loop.training_step
+        self._first: tuple[float, list[float]] | None = None
+        self._looks = 0
+
+    def __call__(self, batch: Any, batch_idx: int) -> Any:
+        output, samples = self._step(batch, batch_idx), self._metrics.samples_here
+        if samples and not self._metrics.is_ambiguous and self._looks < _LOOKS:
+            self._look(_means(output), samples, batch_idx)
+        if self._looks >= _LOOKS:
+            self._loop.training_step = self._step
+        return output
+
+    def rebind(self, bound: Callable[[Callable], Callable]) -> Callable:
+        """What `bound` makes of the step (a replica's), whose losses are not read."""
+        return bound(self._step)
+
+    def _look(self, means: list[float], samples: float, batch_idx: int) -> None:
+        self._looks += 1
+        if self._first is None:
+            self._first = samples, means
+        then, before = self._first
+        if len(means) != len(before):
+            return
+        for now, was in zip(means, before, strict=True):
+            if now != was and now * then != was * samples:
+                self._looks = _LOOKS
+                _log.warning(
+                    f"training_step returns a mean of {was:g} terms for {then:g} samples, and of {now:g} for "
+                    f"{samples:g} in batch {batch_idx}, but means are weighted by samples, so the numbers depend on "
+                    "how samples are split over batches and ranks; return Loss(total, count), such as "
+                    "Loss(F.cross_entropy(…, reduction='sum'), (target != -100).sum())"
+                )
+                return
+
+
+def watch(run: RunState, loop: FitLoop) -> None:
+    """Read the first losses of a run whose steps are the mean of several parts."""
+    can, topology = run.strategy.capabilities, run.strategy.topology
+    parts = topology.data_size > 1 or run.shares is not None or run.accumulate_grad_batches > 1
+    one_mean = can.synchronous and not can.local_steps and run.module is not None and run.module.automatic_optimization
+    if one_mean and (parts or not can.runs_step_once) and topology.data_rank == 0 and topology.is_reporting_rank:
+        loop.training_step = FirstSteps(run, loop)
+
+
+def _means(output: Any) -> list[float]:
+    """The numbers of terms of the means that are nearest to a plain loss in its graph."""
+    if isinstance(output, Mapping):
+        losses = [output["loss"]] if "loss" in output else [*output.values()]  # one for each optimizer
+    else:
+        losses = [output]
+    nodes: list[Any] = [loss.grad_fn for loss in losses if isinstance(loss, Tensor) and loss.grad_fn is not None]
+    seen, counts = set(nodes), []
+    for node in islice(nodes, _NODES):  # which grows meanwhile
+        if (count := _terms(node)) is not None:
+            counts.append(count)
+        following = [after for after, _ in node.next_functions if after is not None and after not in seen]
+        seen.update(following)
+        nodes += following
+    return counts
+
+
+def _terms(node: Any) -> float | None:
+    """The number of terms of the mean that a node takes; None if it takes none over all of a tensor."""
+    name = node.name()
+    if name == "MeanBackward0":
+        return float(node._saved_self_sym_numel)
+    if name == "DivBackward0" and node.next_functions[0][0] is not None:  # a sum, by a number that may be a count
+        summed, divisor = (after for after, _ in node.next_functions)
+        is_sum = summed.name() == "SumBackward0" or getattr(summed, "_saved_reduction", None) == _SUM
+        count = _saved(node, "_raw_saved_other") if is_sum and divisor is None else None
+        return None if count is None or count.numel() != 1 or float(count) % 1 else float(count)
+    if getattr(node, "_saved_reduction", None) != _MEAN:
+        return None
+    weight = _saved(node, "_raw_saved_total_weight")  # of classes: with ignored targets, or weights
+    if weight is not None:
+        return float(weight) if weight.numel() == 1 else None
+    values = _saved(node, "_raw_saved_self")
+    return None if values is None else float(values.numel())
+
+
+def _saved(node: Any, name: str) -> Tensor | None:
+    """What a node keeps, unless hooks keep it, which may give it only once, to backward, or it is spread over ranks."""
+    kept = getattr(getattr(node, name, None), "data", None)
+    return kept if type(kept) is Tensor else None
