@@ -268,6 +268,29 @@ def check_ownership(module: Module, optimizers: Mapping[str, Optimizer]) -> list
     return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in owned]
 
 
+def check_held(run: RunState, module: Module, optimizers: Iterable[Optimizer]) -> None:
+    """Raise ValueError if a layer has an optimizer besides these that steps tensors of its own, where each rank, or
+    part of a batch, would step them by its samples."""
+    can = run.strategy.capabilities
+    if not can.exact or (run.strategy.topology.data_size == 1 and can.runs_step_once):
+        return
+    names, configured = {id(p) for p in module.parameters()}, {*map(id, optimizers)}
+    for path, layer in module.named_modules():
+        held = [(f"{path}.{key}".lstrip("."), leaf) for key, value in vars(layer).items() for leaf in _leaves(value)]
+        for name, optimizer in held:
+            if isinstance(optimizer, Optimizer) and id(optimizer) not in configured and _owned([optimizer]) - names:
+                raise ValueError(
+                    f"the optimizer in {name} ({type(optimizer).__name__}) steps a tensor that is not a parameter of "
+                    f"{type(module).__name__}, so under strategy {run.strategy.name} there would be another of it for "
+                    "each part of a batch; make it an nn.Parameter in __init__, and return its optimizer from "
+                    "configure_optimizers"
+                )
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
+
+
 def _owned(optimizers: Iterable[Optimizer]) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 

@@ -23,7 +23,7 @@ from lockstep.trainer.kept.numbers import Numbers
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import saving
-from lockstep.trainer.run.guards import Guards, UsersBackward, check_ownership
+from lockstep.trainer.run.guards import Guards, UsersBackward, check_held, check_ownership
 from lockstep.trainer.run.hooks import all_of, in_phase, overrides, training_step_of, transfer_of
 from lockstep.trainer.run.manual import AutomaticOptimizer, ManualOptimizer
 from lockstep.trainer.seeding import derive, seed_everything
@@ -161,6 +161,7 @@ def set_up_optimizers(
     if not run.strategy.capabilities.synchronous:
         checks.refuse_monitor_in_step(run.strategy, schedulers)
     unowned = check_ownership(module, named)
+    check_held(run, module, named.values())
     run.configured = resume.configured(named, schedulers) | {"assigned": assigned}
     if run.resumed is not None and not resume.are_assigned(run.resumed.state.get("configured")):
         snapshot.check_configured(run, run.resumed)

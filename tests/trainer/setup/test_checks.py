@@ -173,6 +173,30 @@ def test_a_scheduler_of_an_optimizer_that_was_not_returned_is_refused(kind: str)
         cpu().fit(Elsewhere(kind), loader())
 
 
+class HeldApart(Net):
+    """Holds an optimizer besides, of a tensor that is not a parameter, or of one."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.rate = torch.nn.Parameter(torch.zeros(())) if where == "parameter" else torch.zeros((), requires_grad=True)
+        optimizer = torch.optim.SGD([self.rate], lr=0.1)
+        self.own: Any = {"list": [optimizer], "dict": {"rate": optimizer}}.get(where, optimizer)
+
+
+@pytest.mark.parametrize("where", ["attribute", "list", "dict"])
+def test_an_optimizer_of_other_tensors_is_refused_where_a_batch_has_parts(where: str) -> None:
+    cpu().fit(HeldApart(where), loader())
+    cpu(strategy="dp", devices=2).fit(HeldApart("parameter"), loader())
+    with pytest.raises(ValueError, match=r"the optimizer in own \(SGD\) steps a tensor that is not a parameter of"):
+        cpu(strategy="dp", devices=2).fit(HeldApart(where), loader())
+
+
+@pytest.mark.ranks
+def test_so_it_is_on_ranks() -> None:
+    with pytest.raises(ValueError, match=r"the optimizer in own \(SGD\) steps a tensor that is not a parameter of"):
+        cpu(strategy="ddp", devices=2).fit(HeldApart("attribute"), loader())
+
+
 class Shuffled(Net):
     """Gives the optimizer its parameters in another order than the model has them, in two groups."""
 
