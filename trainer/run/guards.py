@@ -121,7 +121,7 @@ class Guards:
         differ or no step has moved a parameter."""
         self.compare_replicas()
         if self._still:
-            raise RuntimeError(self._still)
+            self._name_still()
         self._raise_if_bad(self._later)
 
     def compare_replicas(self) -> None:
@@ -194,7 +194,7 @@ class Guards:
 
     def after_step(self, optimizers: Sequence[Optimizer], moving: bool) -> None:
         """Raise RuntimeError if two steps with a gradient and a learning rate that does not rise have moved nothing on
-        this rank."""
+        this rank; a run that is resumed continues, as it had moved them before its rate fell."""
         if self._before is None:
             return
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -203,7 +203,8 @@ class Guards:
         elif moving and all(float(group.get("lr", 1)) > 0 for group in groups):
             rate = max(float(group.get("lr", 1)) for group in groups)
             if self._still and self._still_in != self.run.progress.global_step and rate <= self._still_rate:
-                raise RuntimeError(self._still)
+                self._name_still()
+                return
             self._still_in, self._still_rate = self.run.progress.global_step, rate
             self._still = (
                 f"optimizer.step moved no parameter in step {self.run.progress.global_step}, though there is a "
@@ -215,6 +216,12 @@ class Guards:
             warnings.warn(
                 "every gradient of the first step is zero, so nothing was learned from it", RuntimeWarning, stacklevel=2
             )
+
+    def _name_still(self) -> None:
+        if self.run.resumed is None:
+            raise RuntimeError(self._still)
+        warnings.warn(self._still, RuntimeWarning, stacklevel=2)
+        self.watches, self._still = False, ""
 
     def _raise_if_bad(self, found: tuple[Callable[[], str | None], int, int] | None) -> None:
         """Raise FloatingPointError if a step of before was skipped on the device."""

@@ -425,6 +425,25 @@ def test_an_optimizer_of_other_tensors_in_manual_optimization() -> None:
         quiet().fit(Temperature(), loader())
 
 
+def test_a_resumed_run_whose_rate_has_fallen_continues(tmp_path: Path) -> None:
+    class Fading(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            fading = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=1e-30)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": fading, "interval": "step"}}
+
+    torch.manual_seed(0)
+    whole = Fading()
+    first, resumed = copy.deepcopy(whole), copy.deepcopy(whole)
+    quiet(max_steps=6).fit(whole, loader())
+    trainer = quiet(max_steps=3)
+    trainer.fit(first, loader())
+    trainer.save_checkpoint(tmp_path / "three")
+    with pytest.warns(RuntimeWarning, match="optimizer.step moved no parameter in step 3"):
+        quiet(max_steps=6).fit(resumed, loader(), ckpt_path=tmp_path / "three")
+    assert equal(weights(whole), weights(resumed))
+
+
 def test_a_step_that_moves_nothing() -> None:
     class Lost(Net):
         """Rates far below what float32 can add to a weight."""
