@@ -49,11 +49,14 @@ def iterators(owner: Any, known: set[int]) -> Iterator[str]:
 
 def layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Those whose attributes user code may set, by name: metrics are saved by themselves."""
-    metrics = [layer for layer in module.modules() if hasattr(layer, "metric_state")]
-    of_metrics = {part for metric in metrics for part in metric.modules()}
+    of_metrics = {id(part) for metric in filter(_is_metric, module.modules()) for part in metric.modules()}
     for path, layer in module.named_modules():
-        if layer not in metrics and (is_of_user(layer) or (is_of_torch(layer) and layer not in of_metrics)):
+        if not _is_metric(layer) and (is_of_user(layer) or (is_of_torch(layer) and id(layer) not in of_metrics)):
             yield path, layer
+
+
+def _is_metric(layer: nn.Module) -> bool:
+    return hasattr(layer, "metric_state")
 
 
 @contextmanager
