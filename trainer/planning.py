@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from lockstep.callbacks._support.collectives import collective
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.base import StepVote, Strategy
 from lockstep.strategies.data.sharded_loader import Window
+from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import find_blocks
 from lockstep.strategies.pipeline.schedules import Schedule
@@ -51,10 +53,10 @@ from lockstep.strategies.planning.rounds import (
     notes_of,
     round_overlap,
     round_steps,
-    short_round,
+    shorten_round,
     tried,
 )
-from lockstep.strategies.planning.servers import has_servers, own_batches, ranks_with_servers, without_threads
+from lockstep.strategies.planning.servers import own_batches, ranks_with_servers, without_threads
 from lockstep.strategies.planning.trial_mode import CollectiveCall, TrialMode
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import fit as loop_of_fit
@@ -104,14 +106,15 @@ def plan(
     refuse_unplanned(trainer.strategy)
     size = trainer.strategy.num_devices if world_size is None else world_size
     ranks, found = [0], []
-    while ranks:
-        trial = _Trial(trainer, ranks.pop(), size)
-        world = fake_world(trial.rank, size // trial.devices)
-        with world, answering_stages(), metrics_without_values(trial.mode), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what the run warns of, it says itself
-            found += trial.run(module, train_dataloaders, datamodule)
-        if trial.rank == 0:
-            ranks = trial.other_ranks
+    with kept_streams():
+        while ranks:
+            trial = _Trial(trainer, ranks.pop(), size)
+            world = fake_world(trial.rank, size // trial.devices)
+            with world, answering_stages(), metrics_without_values(trial.mode), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what the run warns of, it says itself
+                found += trial.run(module, train_dataloaders, datamodule)
+            if trial.rank == 0:
+                ranks = trial.other_ranks
     found.sort(key=lambda rank: -rank.peak)
     return trial.plan(tuple(found))
 
@@ -131,10 +134,10 @@ class _Trial:
 
     def run(self, module: Module, train_dataloaders: Any, datamodule: DataModule | None) -> list[RankPlan]:
         trainer = Trainer(**_arguments_of(self.original, self.devices))
-        run, copy = trainer._run, fake_copy(module, self.mode)
+        run, copied = trainer._run, fake_copy(module, self.mode)
         sources = Sources({"train": train_dataloaders, "val": None}, datamodule)
-        trainer._take_callbacks(copy)
-        checks.fit(run, copy, sources)
+        trainer._take_callbacks(copied)
+        checks.fit(run, copied, sources)
         self.axes = axes_of(run.strategy, self.world_size)
         offload = offload_of(run.strategy)
         stages = self.axes.get("pipeline", 1)
@@ -143,26 +146,26 @@ class _Trial:
         self.other_ranks += [learners.index(number) for number in set(learners) - set(learners[:1])]
         run.hooks = Hooks()
         run.begun = run.active = True
-        attach(copy, trainer)
+        attach(copied, trainer)
         try:
-            lifecycle.open_run(run, copy, datamodule, "fit", None, lambda: self.mode)
-            make_fake(copy, self.mode)
-            self.num_parameters = sum(p.numel() for p in copy.parameters())
+            lifecycle.open_run(run, copied, datamodule, "fit", None, lambda: self.mode)
+            make_fake(copied, self.mode)
+            self.num_parameters = sum(p.numel() for p in copied.parameters())
             if offload is not None:
                 self.mode.offload = offload if HOST in offload.kinds else None
-                self.mode.offloads = copied_by(run.strategy, copy, self.axes, self.world_size)
-            blocks = list(find_blocks(copy, "auto"))
+                self.mode.offloads = copied_by(run.strategy, copied, self.axes, self.world_size)
+            blocks = list(find_blocks(copied, "auto"))
             with (
                 self.mode.watching_resizes(),
                 converting_in_place(),
-                short_round(run.strategy, self.mode) as steps,
-                lifecycle.metrics_of_all(run, copy),
+                lifecycle.metrics_of_all(run, copied),
             ):
+                steps = shorten_round(run.strategy, self.mode)
                 with self.mode:
-                    loop = prepare.fit(run, copy, sources)
+                    loop = prepare.fit(run, copied, sources)
                 without_threads(run.strategy, run.wrapped, run.optimizers, self.mode)
                 with _noting_optimizers(self.mode):  # by hooks on all optimizers, which a set-up refuses
-                    held = self._steps(run, copy, loop, blocks, steps)
+                    held = self._steps(run, copied, loop, blocks, steps)
             role, num_ranks = self._role(run, stages, learners)
             if self.devices > 1:
                 each = partial(rank_plan, self.mode, held=held, axes=self.axes, steps=steps, num_ranks=1, role="")
@@ -240,7 +243,7 @@ def _schedule(strategy: Strategy, num_ranks: int) -> PipelineSchedule | None:
 def _is_steady(seen: Sequence[Counter[CollectiveCall]], strategy: Strategy) -> bool:
     """Whether the last of the steps stands for all that follow: engines set themselves up in the first two, and
     communicate more in these; ranks of a parameter server meet in them."""
-    return len(seen) == 3 or (len(seen) == 2 and seen[1] <= seen[0] and not has_servers(strategy))
+    return len(seen) == 3 or (len(seen) == 2 and seen[1] <= seen[0] and not ranks_with_servers(strategy))
 
 
 def _step(run: RunState, module: Module, loop: FitLoop, window: Window, mode: TrialMode, held: Held) -> None:
@@ -311,6 +314,7 @@ def _arguments_of(trainer: Trainer, devices: int) -> dict[str, Any]:
     callbacks: Any = trainer.arguments.callbacks or ()
     kept = [item for item in callbacks if _changes_the_step(item)]
     return given | {
+        "strategy": copy.deepcopy(trainer.arguments.strategy),  # which the trial changes
         "devices": devices if devices > 1 else "auto",
         "num_nodes": 1,
         "accelerator": "cpu",

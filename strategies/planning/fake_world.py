@@ -42,6 +42,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
     try:
         yield
     finally:
+        del environment._READERS["plan"]
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from lockstep.strategies.pipeline.shapes.fake_tensors import blank
+
 NEW, IN_PLACE, VIEW, OTHER = range(4)
 _PLAIN = (bool, int, float, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -119,10 +121,7 @@ def mode_of(tensor: Tensor) -> FakeTensorMode | None:
 
 def like(tensor: FakeTensor, mode: FakeTensorMode) -> FakeTensor:
     """A tensor of `mode` that is like `tensor`."""
-    if tensor.fake_mode is mode:
-        return tensor
-    like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    return FakeTensor(mode, like, tensor.fake_device)
+    return tensor if tensor.fake_mode is mode else blank(tensor, mode)
 
 
 def layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,19 +24,17 @@ from lockstep.strategies.sync.compression.compressor import Compressor
 from lockstep.strategies.sync.compression.sparse import TopK
 
 
-@contextmanager
-def short_round(strategy: Strategy, mode: TrialMode) -> Iterator[int]:
-    """While it lasts a round of `strategy` is short: its fragments are sent in turn, with a step between them that
-    sends nothing, as many on their way at once as in a long round; and its compressor sends what it does after its
-    first steps. Yields the steps of the round; 1 for a strategy without rounds."""
+def shorten_round(strategy: Strategy, mode: TrialMode) -> int:
+    """Make a round of `strategy`, which a trial has for itself, short: its fragments are sent in turn, with a step
+    between them that sends nothing, as many on their way at once as in a long round; and its compressor sends what it
+    does after its first steps. Returns the steps of the round; 1 for a strategy without rounds."""
     compression = getattr(strategy, "_compression", None)
     if compression is not None:
         compression.compressor = _settled(compression.compressor)
     if isinstance(strategy, Federated):
         strategy.client_states = _NoStates
     if not has_rounds(strategy):
-        yield 1
-        return
+        return 1
     assert isinstance(strategy, LearnerRounds)
     rounds = strategy.rounds
     steps = 2 * rounds.fragments
@@ -45,11 +42,8 @@ def short_round(strategy: Strategy, mode: TrialMode) -> Iterator[int]:
     on_their_way = -(-rounds.delay * rounds.fragments // rounds.period)
     delay = max(0, 2 * on_their_way - 1)
     strategy.rounds = replace(rounds, period=steps, start=0, delay=delay, compress=settled)
-    thread, strategy.sender = strategy.sender, lambda: _AtOnce(mode)
-    try:
-        yield steps
-    finally:
-        strategy.rounds, strategy.sender = rounds, thread
+    strategy.sender = lambda: _AtOnce(mode)
+    return steps
 
 
 class _NoStates(ClientStates):

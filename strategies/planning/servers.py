@@ -23,10 +23,6 @@ _DTYPE = "uint8"
 """Of messages."""
 
 
-def has_servers(strategy: Strategy) -> bool:
-    return isinstance(strategy, ParameterServer)
-
-
 def ranks_with_servers(strategy: Strategy) -> int:
     """How many ranks hold parameters of a parameter server, rank 0 first; 0 for other strategies."""
     if not isinstance(strategy, ParameterServer):

@@ -401,6 +401,23 @@ COMPUTED: list[int] = []
 """Batches of this process."""
 
 
+@pytest.mark.parametrize(
+    "make",
+    [partial(Federated, clients=lambda index: index // 4, server="scaffold"), partial(ParameterServer, workers=2)],
+)
+def test_a_plan_changes_neither_the_strategy_nor_random_numbers(make: Callable[[], Any]) -> None:
+    found = []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        trainer, module = Trainer(strategy=make(), devices=1, max_epochs=3, **QUIET), Net()
+        if is_planned:
+            plan(trainer, module, loader(8))
+        found.append([torch.rand(1)])
+        trainer.fit(module, loader(8))
+        found[-1] += module.parameters()
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.ranks
 def test_messages_of_a_parameter_server_are_those_of_a_run() -> None:
     """One gradient and one answer with values for each batch that another rank computes; and values where ranks meet,

@@ -253,14 +253,14 @@ class Mode(FakeTensorMode):
         found: dict[int, Any] = {}
         for tensor in held:
             if isinstance(tensor, FakeTensor):
-                copy = blank(tensor, self)
+                copy: Tensor = blank(tensor, self)
                 if isinstance(tensor, nn.Parameter):
                     copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
                 found[id(tensor)] = copy
         return found
 
 
-def blank(tensor: FakeTensor, mode: FakeTensorMode) -> Tensor:
+def blank(tensor: FakeTensor, mode: FakeTensorMode) -> FakeTensor:
     """A tensor of `mode` that is like the fake tensor of another mode."""
     with unset_fake_temporarily():
         like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
