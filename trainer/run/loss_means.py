@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ class FirstSteps:
         if len(means) != len(before):
             return
         for now, was in zip(means, before, strict=True):
-            if now != was and now * then != was * samples:
+            if now != was and not math.isclose(now * then, was * samples, rel_tol=1e-6):  # sums of weights are rounded
                 self._looks = _LOOKS
                 _log.warning(
                     f"training_step returns a mean of {was:g} terms for {then:g} samples, and of {now:g} for "
@@ -89,14 +90,16 @@ def _means(output: Any) -> list[float]:
 
 def _terms(node: Any) -> float | None:
     """The number of terms of the mean that a node takes; None if it takes none over all of a tensor."""
-    name = node.name()
+    name = type(node).__name__  # a function of the user's may keep another `name` in its ctx, which is the node
     if name == "MeanBackward0":
         return float(node._saved_self_sym_numel)
     if name == "DivBackward0" and node.next_functions[0][0] is not None:  # a sum, by a number that may be a count
         summed, divisor = (after for after, _ in node.next_functions)
-        is_sum = summed.name() == "SumBackward0" or getattr(summed, "_saved_reduction", None) == _SUM
+        is_sum = type(summed).__name__ == "SumBackward0" or getattr(summed, "_saved_reduction", None) == _SUM
         count = _saved(node, "_raw_saved_other") if is_sum and divisor is None else None
-        return None if count is None or count.numel() != 1 or float(count) % 1 else float(count)
+        if count is None or count.numel() != 1 or count.is_complex() or float(count) % 1:
+            return None
+        return float(count)
     if getattr(node, "_saved_reduction", None) != _MEAN:
         return None
     weight = _saved(node, "_raw_saved_total_weight")  # of classes: with ignored targets, or weights

@@ -64,6 +64,29 @@ def recomputed(out: Tensor, y: Tensor) -> Tensor:
     return checkpoint(of_not_ignored, out, y, use_reentrant=False)
 
 
+def weighted_alike(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y.clamp_min(0), weight=torch.full((3,), 0.1))
+
+
+class Named(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.name = "named"
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def of_named_function(out: Tensor, y: Tensor) -> Any:
+    return of_all(Named.apply(out), y)
+
+
+def by_a_complex_number(out: Tensor, y: Tensor) -> Tensor:
+    return (out.to(torch.complex64).sum() / (3 + 4j)).abs()
+
+
 PENALIZED = nn.Parameter(torch.ones(5))
 
 
@@ -81,7 +104,9 @@ class Model(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def warned(caplog: pytest.LogCaptureFixture, loss: Callable[[Tensor, Tensor], Any], **options: Any) -> list[str]:
+def warned(
+    caplog: pytest.LogCaptureFixture, loss: Callable[[Tensor, Tensor], Any], batch_size: int = 4, **options: Any
+) -> list[str]:
     x, y = torch.randn(18, 4), torch.arange(18) % 3
     y[::3] = -100  # 2, 1, 1, 2 and 0 of 2, after 4 that are of 4
     with caplog.at_level(logging.WARNING, "lockstep"):
@@ -92,12 +117,13 @@ def warned(caplog: pytest.LogCaptureFixture, loss: Callable[[Tensor, Tensor], An
             enable_progress_bar=False,
             accelerator="cpu",
             **options,
-        ).fit(Model(loss), DataLoader(TensorDataset(x, y), batch_size=4))
+        ).fit(Model(loss), DataLoader(TensorDataset(x, y), batch_size=batch_size))
     return [record.message for record in caplog.records if "a mean of" in record.message]
 
 
 UNEVEN = of_not_ignored, weighted_by_class, of_two, by_index, by_mask, by_division
 EVEN = of_all, with_penalty, with_aside, with_count, of_samples, recomputed
+READ = of_named_function, by_a_complex_number
 
 
 @pytest.mark.parametrize("loss", UNEVEN)
@@ -110,9 +136,13 @@ def test_a_mean_over_what_batches_have_different_numbers_of_is_named(
         assert "a mean of 2 terms for 4 samples, and of 3 for 4 in batch 1" in line
 
 
-@pytest.mark.parametrize("loss", EVEN)
+@pytest.mark.parametrize("loss", EVEN + READ)
 def test_a_mean_over_samples_is_not(caplog: pytest.LogCaptureFixture, loss: Callable[[Tensor, Tensor], Any]) -> None:
     assert warned(caplog, loss, accumulate_grad_batches=2) == []
+
+
+def test_nor_are_equal_weights_whose_sums_are_rounded(caplog: pytest.LogCaptureFixture) -> None:
+    assert warned(caplog, weighted_alike, accumulate_grad_batches=2, batch_size=8) == []
 
 
 def test_nor_where_a_batch_is_a_step(caplog: pytest.LogCaptureFixture) -> None:
