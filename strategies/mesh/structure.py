@@ -112,4 +112,4 @@ def keep_containers(unit: Any, called: Callable[[nn.Module, list[Tensor]], None]
 
 def _is_given(tensor: Tensor) -> bool:
     """Whether FSDP has made it of a tensor that the module was given."""
-    return tensor.grad_fn is None or "RegisterPostBackward" in tensor.grad_fn.name()
+    return tensor.grad_fn is None or "RegisterPostBackward" in type(tensor.grad_fn).__name__

@@ -116,6 +116,11 @@ def test_attributes_continue(tmp_path: Path, layout: dict[str, Any], caplog: Any
         assert layers[0].calls == layers[1].calls and torch.equal(layers[0].seen, layers[1].seen)
 
 
+@pytest.mark.ranks
+def test_attributes_of_a_module_with_metrics_come_back_from_ranks() -> None:
+    assert fit(strategy="ddp", devices=2, max_epochs=1).by_hook == 2
+
+
 def test_what_is_not_saved_is_named_where_a_hook_may_be_missing(tmp_path: Path, caplog: Any) -> None:
     fit(callbacks=[Save(tmp_path)])
     with caplog.at_level(logging.WARNING, "lockstep"):
