@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks._support.files import replacing
-from lockstep.callbacks._support.hparams import plain, write_hparams
+from lockstep.callbacks._support.hparams import write_hparams
 from lockstep.callbacks._support.null_writer import NullWriter
 from lockstep.callbacks.loggers.run_logger import RunLogger
 
@@ -22,10 +22,10 @@ class CSVLogger(RunLogger):
     """Writes `metrics.csv` (a row each time that metrics are logged, first column `step`) and `hparams.yaml` into the
     run's folder.
 
-    A metric that appears later adds a column. When `fit` begins in a folder that has rows already,
-    those of later steps than the one it begins at are dropped, and so are those that were written after
-    the checkpoint that it resumes: a resumed run has each row once. Rows of a `validate` or `test`, or that were logged
-    between two fits, stay: `.metrics.csv.outside` has their numbers.
+    A metric that appears later adds a column; one named `step` has the column `metric/step`. When `fit` begins in a
+    folder that has rows already, those of later steps than the one it begins at are dropped, and so are those that were
+    written after the checkpoint that it resumes: a resumed run has each row once. Rows of a `validate` or `test`, or
+    that were logged between two fits, stay: `.metrics.csv.outside` has their numbers.
 
     Args:
         save_dir: folder above all runs; None takes the Trainer's `default_root_dir`.
@@ -109,7 +109,7 @@ class CSVLogger(RunLogger):
             self._outside.add(self._num_rows)
             self._mine |= set() if self._has_fitted else {self._num_rows}
         self._num_rows += 1
-        self._rows.append({"step": self._at(step)} | {key: plain(value) for key, value in metrics.items()})
+        self._rows.append(self._row("step", self._at(step), metrics))
         if self.has_folder and len(self._rows) >= self.flush_every:
             self.save()
 

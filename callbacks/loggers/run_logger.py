@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from lockstep.callbacks._support.hparams import plain_params
+from lockstep.callbacks._support.hparams import plain, plain_params
 from lockstep.callbacks._support.null_writer import NullWriter
 from lockstep.callbacks.base import Logger, check_local
 
@@ -91,6 +92,13 @@ class RunLogger(Logger):
                 f"{type(self).__name__} has no folder yet: log from within fit, validate, test or predict"
             )
         return self.log_dir
+
+    @staticmethod
+    def _row(column: str, at: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """A row with the step `at` in `column`; a metric of that name is under `metric/COLUMN`."""
+        return {column: at} | {
+            f"metric/{key}" if key == column else key: plain(value) for key, value in metrics.items()
+        }
 
     def _at(self, step: int | None) -> int:
         """The step to log at: the given one, or the last optimizer step."""

@@ -8,9 +8,9 @@ import importlib.util
 import os
 import secrets
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lockstep.callbacks._support.hparams import plain
 from lockstep.callbacks._support.journal import Journal
 from lockstep.callbacks._support.shadow import restored_rng
 from lockstep.callbacks.loggers.run_logger import RunLogger
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 STEP = "trainer/global_step"
 """The metric that W&B's charts use as x-axis: optimizer steps. W&B's own step counts rows."""
-OUTSIDE = "outside"
-"""Marks rows of the journal that were logged outside of a fit."""
+OUTSIDE = "_outside"
+"""Marks rows of the journal that were logged outside of a fit; W&B has no metrics whose names begin so."""
 EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 255}
 
 
@@ -109,7 +109,7 @@ class WandbLogger(RunLogger):
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if self._is_writer:
-            self._log({key: plain(value) for key, value in metrics.items()}, step)
+            self._log(metrics, step)
 
     def log_text(self, key: str, text: str, step: int | None = None) -> None:
         if self._is_writer:
@@ -120,9 +120,9 @@ class WandbLogger(RunLogger):
         self.save()
         self._close(EXIT_CODES[status])
 
-    def _log(self, values: dict[str, Any], step: int | None) -> None:
+    def _log(self, values: Mapping[str, Any], step: int | None) -> None:
         folder = self._folder()
-        run, row = self._open(), {STEP: self._at(step)} | values
+        run, row = self._open(), self._row(STEP, self._at(step), values)
         self._journal(folder).append(row if self._in_fit else row | {OUTSIDE: True})
         self._num_rows += self._in_fit
         self._hand_over(run, row)

@@ -235,3 +235,15 @@ def test_a_run_that_goes_back_to_a_checkpoint_has_each_step_once(flush_every: in
     assert [int(row["step"]) for row in rows if row["train/loss_step"]] == [*range(1, 10)]
     assert [int(row["step"]) for row in rows if row["train/loss_epoch"]] == [4, 5, 9], "an epoch is not run again"
     assert rows[-1]["val/loss"]
+
+
+def test_a_metric_named_step_leaves_the_step_and_every_row(tmp_path: Path) -> None:
+    logger = begun(tmp_path)
+    logger.log_metrics({"step": 0.0, "loss": 1.0}, step=1)
+    logger.log_metrics({"step": 1.0, "loss": 0.5}, step=2)
+    logger.log_metrics({"val": 2.0}, step=2)  # a new column: the file is written again
+    assert table(tmp_path) == [
+        {"step": "1", "metric/step": "0.0", "loss": "1.0", "val": ""},
+        {"step": "2", "metric/step": "1.0", "loss": "0.5", "val": ""},
+        {"step": "2", "metric/step": "", "loss": "", "val": "2.0"},
+    ]

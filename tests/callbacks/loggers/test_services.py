@@ -314,6 +314,19 @@ def test_an_online_run_is_rewound_to_the_checkpoint(tmp_path: Path, service: _Se
         assert [call[1] for call in service.calls if call[0] == "log"] == [{"trainer/global_step": 4, "loss": 1.0}]
 
 
+def test_metrics_may_have_the_names_that_wandb_rows_have_of_their_own(tmp_path: Path, service: _Service) -> None:
+    logger, states = begun(WandbLogger(), tmp_path / "n" / "v"), []
+    for step in (1, 2, 3):
+        logger.log_metrics({"trainer/global_step": 9.0, "outside": 0.5}, step=step)
+        states.append(logger.state_dict())
+    resumed = begun(WandbLogger(), tmp_path / "n" / "v", step=2)
+    resumed.load_state_dict(states[1])
+    resumed.log_metrics({"outside": 0.25}, step=3)
+    _, *rows = map(json.loads, (tmp_path / "n" / "v" / "wandb_rows.jsonl").read_text().splitlines())
+    own = [{"trainer/global_step": step, "metric/trainer/global_step": 9.0, "outside": 0.5} for step in (1, 2)]
+    assert rows == [*own, {"trainer/global_step": 3, "outside": 0.25}]
+
+
 def test_a_run_that_the_user_began_is_used_and_not_finished(tmp_path: Path, service: _Service) -> None:
     service.run = service.init()
     service.calls.clear()
