@@ -28,6 +28,11 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(bits).sum(dtype=torch.int64)
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, a row for each element."""
+    return tensor.resolve_conj().reshape(-1, 1).view(torch.uint8)
+
+
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether values are the same; NaN is the same as NaN, which is rare enough to be looked for afterwards."""
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())

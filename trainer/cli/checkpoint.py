@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lockstep.callbacks._support.tables import columns
+from lockstep.strategies.sync.contents import bytes_of
 from lockstep.trainer.checkpoint import convert
 from lockstep.trainer.checkpoint.store import Checkpoint
 from lockstep.trainer.cli.errors import ConfigError
@@ -189,10 +190,7 @@ def differences(one: Checkpoint, other: Checkpoint, tolerance: float = 0.0) -> l
 def _distance(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float, int]:
     """Largest difference, the same relative to the largest finite element, and the number of elements whose bits
     differ."""
-    unequal = one.resolve_conj().reshape(-1, 1).view(torch.uint8) != other.resolve_conj().reshape(-1, 1).view(
-        torch.uint8
-    )
-    count = int(unequal.reshape(one.numel(), -1).any(1).sum()) if one.numel() else 0
+    count = int((bytes_of(one) != bytes_of(other)).any(1).sum())
     if not count:
         return 0.0, 0.0, 0
     wide = torch.complex128 if one.is_complex() else torch.float64

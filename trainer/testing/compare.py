@@ -26,6 +26,7 @@ from lockstep.callbacks._support.tables import columns
 from lockstep.callbacks.base import Callback
 from lockstep.strategies import Strategy, registry
 from lockstep.strategies.precision import Precision
+from lockstep.strategies.sync.contents import bytes_of
 from lockstep.trainer.checkpoint import store
 from lockstep.trainer.checkpoint.store import Checkpoint
 
@@ -71,11 +72,21 @@ def record(
 
 
 class Recorder(Callback):
-    """Writes what a run has after each optimizer step to `folder`, every rank its own pieces."""
+    """Writes what a run has after each optimizer step to `folder`, every rank its own pieces.
 
-    def __init__(self, folder: str | Path) -> None:
+    Args:
+        folder: where to.
+        noise: whether dropouts stay as they are.
+    """
+
+    def __init__(self, folder: str | Path, noise: bool = True) -> None:
         self.folder = str(folder)
+        self.noise = noise
         self._norms: list[float] = []
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        if not self.noise:
+            without_noise(module)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
         norm = trainer.strategy.clip_gradients(trainer._run.wrapped, optimizer, math.inf)
@@ -153,16 +164,14 @@ def differences(
                 f"the runs stepped different numbers of optimizers: {len(one.state['norms'])} against "
                 f"{len(two.state['norms'])}"
             )
-        parameters: dict[str, float] = {}
-        for name in one.names():
-            parameters[name.removeprefix("model/")] = relative(two.read(name), one.read(name))
+        parameters, other_bits = _of_weights(one, two)
         loss = _relative(two.state["loss"], one.state["loss"])
         norm = max((_relative(*pair) for pair in zip(two.state["norms"], one.state["norms"], strict=True)), default=0.0)
         names = sorted(name for name in {**one.state["metrics"], **two.state["metrics"]} if not re.search(ignore, name))
         metrics = {name: _relative(two.state["metrics"].get(name), one.state["metrics"].get(name)) for name in names}
 
         found.loss, found.grad_norm = max(found.loss, loss), max(found.grad_norm, norm)
-        found.bitwise &= not any(parameters.values())
+        found.bitwise &= not other_bits
         for known, new in ((found.metrics, metrics), (found.parameters, parameters)):
             known.update({name: max(known.get(name, 0.0), value) for name, value in new.items()})
         if found.first_step is None:
@@ -171,8 +180,23 @@ def differences(
                 if worst is not None and group[worst] > tolerance:
                     found.first_step, found.first_name = one.global_step, worst
                     break
+            else:
+                if tolerance == 0 and other_bits:  # as 0.0 and -0.0
+                    found.first_step, found.first_name = one.global_step, other_bits[0]
         found.steps += 1
     return found
+
+
+def _of_weights(one: Checkpoint, two: Checkpoint) -> tuple[dict[str, float], list[str]]:
+    """How far the weights of `two` are from those of `one` by name, and the names of those whose bits differ."""
+    parameters: dict[str, float] = {}
+    other_bits: list[str] = []
+    for saved in one.names():
+        name, expected, weight = saved.removeprefix("model/"), one.read(saved), two.read(saved)
+        parameters[name] = relative(weight, expected)
+        if parameters[name] > 0 or not torch.equal(bytes_of(weight), bytes_of(expected)):
+            other_bits.append(name)
+    return parameters, other_bits
 
 
 def relative(tensor: Tensor, expected: Tensor) -> float:
@@ -202,7 +226,8 @@ def compare(
     """Train under each strategy; return each one's difference from the first by name.
 
     `fit(recorder, strategy=…, devices=…, precision=…, accelerator=…)` builds everything again, from the same seed, and
-    trains with these arguments of the Trainer and the recorder among its callbacks. `single` has one device, a mesh as
+    trains with these arguments of the Trainer and the recorder among its callbacks, which sets dropouts to 0 unless
+    `virtual_ranks` is given. `single` has one device, a mesh as
     many as its sizes say, others `devices`. A strategy that does not compute in `precision` (DeepSpeed's engine in
     "64-true") runs in "32-true" and is held against the first one in that, with the tolerance of `TOLERANCES`, which
     is the default of `tolerance` too; with `virtual_ranks`, which `fit` gets as well, that is 0. A strategy whose run
@@ -212,7 +237,7 @@ def compare(
     Raises what `layouts` raises before anything runs, and what a run of the first strategy raises."""
     results: dict[str, Difference] = {}
     chosen = layouts(strategies, devices, precision, accelerator, virtual_ranks)
-    tolerance = 0.0 if virtual_ranks and tolerance is None else tolerance
+    tolerance, noise = 0.0 if virtual_ranks and tolerance is None else tolerance, virtual_ranks is not None
     names = [strategy if isinstance(strategy, str) else type(strategy).__name__ for strategy in strategies]
     names = [f"{name} ({names[:i].count(name) + 1})" if name in names[:i] else name for i, name in enumerate(names)]
     with tempfile.TemporaryDirectory(prefix="lockstep-compare-") as folder:
@@ -222,10 +247,10 @@ def compare(
             limit = TOLERANCES.get(used, 1e-2) if tolerance is None or used != chosen[0]["precision"] else tolerance
             if used not in references and i > 0:
                 references[used] = Path(folder) / f"reference-{used}"
-                fit(Recorder(references[used]), **{**chosen[0], "precision": used})
+                fit(Recorder(references[used], noise), **{**chosen[0], "precision": used})
             place = Path(folder) / str(i)
             try:
-                fit(Recorder(place), **layout)
+                fit(Recorder(place, noise), **layout)
                 results[name] = differences(references.setdefault(used, place), place, limit, ignore)
             except Exception as error:
                 if i == 0:

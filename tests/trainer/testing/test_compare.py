@@ -44,6 +44,16 @@ class Wrong(DDP):
         return result
 
 
+class BuiltLater(Net):
+    """Its layers are built as a run begins."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="SGD", lr=0.1)
+
+    def configure_model(self) -> None:
+        self.net.append(nn.Dropout(0.5))
+
+
 def make_net() -> Net:
     return Net(optimizer="SGD", lr=0.1)
 
@@ -77,6 +87,7 @@ def test_a_strategy_that_differs_is_named_with_step_and_parameter(assert_same_ru
 @pytest.mark.ranks
 def test_noise_is_taken_out(assert_same_run: Any) -> None:
     assert_same_run(lambda: Net(dropout=0.5), lambda: loader(32, 8), ("single", "ddp"), steps=3)
+    assert_same_run(BuiltLater, lambda: loader(32, 8), ("single", "ddp"), steps=3)
     model = nn.ModuleDict(
         {
             "attention": nn.MultiheadAttention(8, 2, dropout=0.1),
@@ -195,6 +206,10 @@ def test_what_is_missing_or_no_number_is_a_difference(tmp_path: Path) -> None:
     one = write(tmp_path / "one", norms=(1.0,), acc=1.0, tokens_per_s=3.0)
     same = differences(one, write(tmp_path / "same", norms=(1.0,), acc=1.0, tokens_per_s=4.0), 0.0)
     assert same.same and same.bitwise and set(same.metrics) == {"acc"}
+    zero, negative = (write(tmp_path / f"zero {value}", weight=value) for value in (0.0, -0.0))
+    allowed, strict = differences(zero, negative, 0.1), differences(zero, negative, 0.0)
+    assert allowed.same and not allowed.bitwise and allowed.parameters["weight"] == 0
+    assert (strict.first_name, strict.same) == ("weight", False), "the same bits were asked for"
     for i, (change, name) in enumerate(
         [
             ({"loss": None}, "loss"),
@@ -282,6 +297,15 @@ def test_from_the_command_line(
     )
     assert main(["compare", config, "--steps", "2", "--strategies", "single,wrong"]) == 1
     assert re.search(r"^wrong .* differs: step 1, net\.", capsys.readouterr().out, flags=re.MULTILINE)
+
+
+@pytest.mark.ranks
+def test_one_callback_alone_is_given_as_in_fit(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--strategies", "single,single", "--steps", "2"]
+    assert main(["compare", config, "trainer.callbacks={class: LRWarmup, steps: 2}", *words]) == 0
+    assert "bitwise" in capsys.readouterr().out
+    assert main(["compare", config, "trainer.callbacks={class: LRWarmup, step: 2}", *words]) == 2
+    assert "did you mean 'steps'" in capsys.readouterr().err
 
 
 @pytest.mark.ranks
