@@ -54,7 +54,7 @@ def predict(run: Run, output: str | None) -> None:
         return
     file = Path(output or Path(trainer.log_dir or ".") / "predictions.safetensors")
     try:
-        tensors = _join(predictions or [])
+        tensors = _join_loaders(predictions or [], len(trainer._run.evaluation_batches["predict"]))
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file, "wb") as out:
             save_file(tensors, out.name)  # tensor by tensor: `save` would hold all of them a second time
@@ -148,9 +148,10 @@ def compare_strategies(words: Sequence[str]) -> int:
         resolved = config.resolve(
             given.files, [*given.overrides, *(f"trainer.{name}={value}" for name, value in {**fixed, **layout}.items())]
         )
+        given_callbacks = resolved.values["trainer"].get("callbacks") or []
         kept = [
             item
-            for item in resolved.values["trainer"].get("callbacks") or []
+            for item in (given_callbacks if isinstance(given_callbacks, list) else [given_callbacks])
             if not str(_class_of(item)).endswith(("ModelCheckpoint", "Logger"))
         ]
         resolved.values["trainer"]["callbacks"] = kept
@@ -158,8 +159,6 @@ def compare_strategies(words: Sequence[str]) -> int:
 
     def fit(recorder: Any, **layout: Any) -> None:
         run = config.build(resolve(**layout))
-        if not given.bitwise:
-            compare.without_noise(run.module)
         run.trainer.callbacks.insert(0, recorder)
         run.trainer.fit(run.module, datamodule=run.datamodule)
 
@@ -212,6 +211,17 @@ def _print_block(trainer: Trainer, title: str, rows: list[tuple[str, str]]) -> N
         safe_print("\n".join(["", title, *(f"  {line}" for line in columns(rows))]))
 
 
+def _join_loaders(predictions: list[Any], num_loaders: int) -> dict[str, Tensor]:
+    """`_join` for what `Trainer.predict` returns; of several loaders the names end as those of their metrics do."""
+    if num_loaders == 1:
+        return _join(predictions)
+    return {
+        f"{name}/dataloader_idx_{i}": tensor
+        for i, of_loader in enumerate(predictions)
+        for name, tensor in _join(of_loader).items()
+    }
+
+
 def _join(predictions: list[Any]) -> dict[str, Tensor]:
     """Predictions batch by batch as named tensors; batches are joined along dim 0 where their shapes allow it."""
     parts: dict[str, list[Tensor]] = {}
@@ -234,7 +244,10 @@ def _join(predictions: list[Any]) -> dict[str, Tensor]:
     joined = {}
     for name, tensors in parts.items():
         if all(tensor.dim() > 0 and tensor.shape[1:] == tensors[0].shape[1:] for tensor in tensors):
-            joined[name] = torch.cat(tensors)
+            joined[name] = torch.cat(tensors).contiguous()  # which in channels_last it is not
         else:
-            joined |= {f"{name}.{i:06d}": tensor.contiguous() for i, tensor in enumerate(tensors)}
+            apart = [
+                tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors
+            ]  # which may share memory
+            joined |= {f"{name}.{i:06d}": tensor for i, tensor in enumerate(apart)}
     return joined

@@ -159,6 +159,26 @@ def test_top_level_spellings_are_the_trainers() -> None:
     assert long["trainer"] == {"seed": 3, "max_epochs": 2, "strategy": "ddp", "devices": 2, "split_batches": True}
 
 
+def test_a_class_alone_is_the_section_in_a_file_and_on_the_command_line() -> None:
+    Path("alone.yaml").write_text("module: toys.Net\n")
+    assert (
+        resolve(["alone.yaml"]).values == resolve([], ["module=toys.Net"]).values == {"module": {"class": "toys.Net"}}
+    )
+    values = resolve([], ["module=toys.Net", "module.width=3", "data=toys.Data"]).values
+    assert values == {"module": {"class": "toys.Net", "width": 3}, "data": {"class": "toys.Data"}}
+
+
+def test_merge_keys_of_yaml_at_the_top_level() -> None:
+    first, second = "{max_epochs: 1}", "{max_epochs: 2, max_steps: 3}"
+    Path("merged.yaml").write_text(f"vars:\n  a: &a {first}\n  b: &b {second}\n<<: [*a, *b]\nmodule: toys.Net\n")
+    resolved = resolve(["merged.yaml"])
+    assert resolved.values["trainer"] == {"max_epochs": 1, "max_steps": 3}
+    assert "(merged.yaml:2)" in str(resolved.error(("trainer", "max_epochs"), ""))
+    Path("merged.yaml").write_text("true: 1\n")
+    with pytest.raises(ConfigError, match=r"^True \(merged\.yaml\): no such key"):
+        resolve(["merged.yaml"])
+
+
 def test_both_spellings_in_one_file_is_an_error() -> None:
     text = "module: {class: shop.Net, width: 8}\nseed: 3\ntrainer:\n  seed: 4\n"
     assert message(text=text) == (

@@ -166,6 +166,75 @@ def test_evaluation_and_prediction_of_a_checkpoint(capsys: pytest.CaptureFixture
     )
 
 
+PREDICTS = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from lockstep import DataModule, Module
+
+class Several(DataModule):
+    def predict_dataloader(self):
+        return [DataLoader(TensorDataset(torch.full((6, 2), value)), batch_size=4) for value in (1.0, 2.0)]
+
+class Lists(Module):
+    def predict_step(self, batch, batch_idx, dataloader_idx):
+        return [batch[0][:, 0], torch.tensor(batch_idx)]
+
+class One(DataModule):
+    def predict_dataloader(self):
+        return DataLoader(TensorDataset(torch.arange(24.0).reshape(6, 4)), batch_size=4)
+
+class Images(Module):
+    def predict_step(self, batch, batch_idx):
+        return batch[0][:, :, None, None].expand(-1, -1, 2, 3).contiguous(memory_format=torch.channels_last)
+
+class Views(Module):
+    def predict_step(self, batch, batch_idx):
+        ragged = batch[0][:, : batch_idx + 2]
+        return {"whole": ragged, "again": ragged, "first": ragged[0]}
+"""
+
+
+def predictions_of(module: str, data: str) -> dict[str, torch.Tensor]:
+    Path("predicts.py").write_text(PREDICTS)
+    words = [
+        f"module.class=predicts.{module}",
+        f"data.class=predicts.{data}",
+        "accelerator=cpu",
+        "default_root_dir=runs",
+    ]
+    assert main(["predict", *words, "ckpt_path=null", "output=out.safetensors"]) == 0
+    sys.modules.pop("predicts")
+    return load_file("out.safetensors")
+
+
+def test_predictions_of_several_loaders_are_joined_one_by_one() -> None:
+    found = predictions_of("Lists", "Several")
+    assert {*found} == {f"{name}/dataloader_idx_{i}" for i in (0, 1) for name in ("0", "1.000000", "1.000001")}, (
+        "by the names in what predict_step returned"
+    )
+    assert found["0/dataloader_idx_0"].tolist() == [1.0] * 6 and found["0/dataloader_idx_1"].tolist() == [2.0] * 6
+
+
+def test_predictions_are_written_in_whatever_memory_they_are() -> None:
+    rows = torch.arange(24.0).reshape(6, 4)
+    images = predictions_of("Images", "One")["predictions"]
+    assert torch.equal(images, rows[:, :, None, None].expand(-1, -1, 2, 3))
+    found = predictions_of("Views", "One")
+    assert torch.equal(found["whole.000001"], rows[4:, :3]) and torch.equal(found["again.000001"], rows[4:, :3])
+    assert found["first"].tolist() == [*rows[0, :2].tolist(), *rows[4, :3].tolist()]
+
+
+@pytest.mark.parametrize("text", ["import sys\nsys.exit(0)\n", ""])
+def test_a_class_whose_file_or_constructor_exits_is_an_error(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("exits.py").write_text(
+        f"{text}from tiny import Line\nclass Net(Line):\n    def __init__(self):\n        raise SystemExit(0)\n"
+    )
+    assert main(["fit", "run.yaml", "module.class=exits.Net"]) == 2
+    sys.modules.pop("exits", None)
+    said = "cannot import exits: SystemExit: 0" if text else "building Net ended in sys.exit(0); raise an error"
+    assert said in capsys.readouterr().err
+
+
 def test_a_run_continues_where_it_ended(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "run.yaml", "max_epochs=4", "default_root_dir=whole"]) == 0
     whole = block(capsys.readouterr().out, "fit: ")

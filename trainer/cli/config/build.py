@@ -6,7 +6,7 @@ import functools
 from typing import Any, NamedTuple
 
 from lockstep.trainer.cli.config.check import Call, checked_calls
-from lockstep.trainer.cli.errors import Resolved
+from lockstep.trainer.cli.errors import ConfigError, Resolved
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.module import Module
 from lockstep.trainer.seeding import seed_everything
@@ -35,7 +35,13 @@ def build(resolved: Resolved) -> Run:
 def make(calls: Any) -> Any:
     if isinstance(calls, Call):
         arguments = {name: make(value) for name, value in calls.arguments.items()}
-        return functools.partial(calls.target, **arguments) if calls.as_factory else calls.target(**arguments)
+        if calls.as_factory:
+            return functools.partial(calls.target, **arguments)
+        try:
+            return calls.target(**arguments)
+        except SystemExit as error:  # with code 0 the command would end as if it were done
+            name = calls.target.__name__
+            raise ConfigError(f"building {name} ended in sys.exit({error.code}); raise an error instead") from error
     if isinstance(calls, dict):
         return {name: make(value) for name, value in calls.items()}
     return type(calls)(make(value) for value in calls) if isinstance(calls, list | tuple) else calls

@@ -101,7 +101,7 @@ def _import(resolved: Resolved, key: Key, path: Any, base: type) -> type:
     try:
         with without_collector():
             module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself would end the command as if it were done
         raise resolved.error(
             key, f"cannot import {module_name}: {type(error).__name__}: {first_line(error)}{_raised_at(error)}"
         ) from error
@@ -117,7 +117,7 @@ def _import(resolved: Resolved, key: Key, path: Any, base: type) -> type:
     return target
 
 
-def _raised_at(error: Exception) -> str:
+def _raised_at(error: BaseException) -> str:
     """The file and line at which an import failed, unless the message has them or no file was reached."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:

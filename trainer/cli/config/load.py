@@ -30,12 +30,13 @@ def resolve(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Resol
     origins: dict[Key, str] = {}
     for file in files:
         tree, lines = read(Path(file))
-        tree, lines = _canonical(tree, lines)
+        tree, lines = _canonical(tree, lines, str(file))
         values = merge(values, tree)
         origins |= lines
     for override in overrides:
         key, value = parse_override(override)
         _check_top_level(key[0], "command line")
+        value = _with_class(value) if key in (("module",), ("data",)) else value
         key = _prefix(key[0]) + key
         assign(values, key, value, "command line")
         origins = {known: origin for known, origin in origins.items() if known[: len(key)] != key} | {
@@ -72,7 +73,11 @@ def read(file: Path) -> tuple[dict[str, Any], dict[Key, str]]:
 def _lines(node: Any, key: Key, file: str) -> collections.abc.Iterator[tuple[Key, str]]:
     if node is None:
         return
-    children = [(name.value, name, child) for name, child in node.value] if node.id == "mapping" else []
+    pairs = node.value if node.id == "mapping" else []
+    for merged in (child for name, child in pairs if name.tag == "tag:yaml.org,2002:merge"):
+        for mapping in reversed(merged.value) if merged.id == "sequence" else [merged]:  # the first one counts
+            yield from _lines(mapping, key, file)
+    children = [(name.value, name, child) for name, child in pairs]
     children += [(str(i), child, child) for i, child in enumerate(node.value)] if node.id == "sequence" else []
     for name, at, child in children:
         yield (*key, name), f"{file}:{at.start_mark.line + 1}"
@@ -85,23 +90,26 @@ def _string_keys(tree: Any) -> Any:
     return [_string_keys(value) for value in tree] if isinstance(tree, list) else tree
 
 
-def _canonical(tree: dict[str, Any], lines: dict[Key, str]) -> tuple[dict[str, Any], dict[Key, str]]:
+def _with_class(given: Any) -> Any:
+    """The section `module` or `data`, of which a string is the class."""
+    return {"class": given} if isinstance(given, str) else given
+
+
+def _canonical(tree: dict[str, Any], lines: dict[Key, str], file: str) -> tuple[dict[str, Any], dict[Key, str]]:
     """Move the short spellings of the top level to where they belong."""
     result: dict[str, Any] = {}
     for name in sorted(tree, key=lambda name: bool(_prefix(name))):
-        origin, section = lines[(name,)], _prefix(name)
+        origin, section = lines.get((name,), file), _prefix(name)  # YAML may write a key in other ways, such as 0x1
         _check_top_level(name, origin)
-        if name in ("module", "data") and isinstance(tree[name], str):
-            result[name] = {"class": tree[name]}
-        elif not section:
-            result[name] = tree[name]
+        if not section:
+            result[name] = _with_class(tree[name]) if name in ("module", "data") else tree[name]
         elif isinstance(given := result.get(section[0]), dict) and name in given:
             place = (*section, name)
             raise error_at(
                 (name,),
                 origin,
-                f"is short for {section[0]}.{name}, which the same file sets as well ({lines[place]}); keep one of "
-                "them",
+                f"is short for {section[0]}.{name}, which the same file sets as well ({lines.get(place, file)}); keep "
+                "one of them",
             )
         else:
             assign(result, (*section, name), tree[name], origin)
