@@ -15,3 +15,16 @@ def columns(rows: Sequence[Sequence[str]], *, right: Container[int] = (), gap: s
         ).rstrip()
         for row in rows
     ]
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 step", "1,200 steps"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def human_size(num_bytes: float) -> str:
+    """Bytes for people: "1.23 GiB"."""
+    for unit, name in ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes:.0f} B"

@@ -165,8 +165,7 @@ class MLflowLogger(RunLogger):
                 stacklevel=2,
             )
         new = [Param(key, value) for key, value in params.items() if key not in there]
-        for start in range(0, len(new), 100):  # the most that a request may hold
-            client.log_batch(self.run_id, params=new[start : start + 100])
+        client.log_batch(self.run_id, params=new)
 
     def _is_there(self, client: Any, key: str, step: int, value: float) -> bool:
         """Whether MLflow has `key` of a resumed run from before: any value of a step after the checkpoint, or this one

@@ -26,6 +26,13 @@ _MAX_MESSAGE_LINES = 8
 
 _MAX_LINE_LENGTH = 1000
 
+SAME_S = 0.2
+"""Signals this close together are one request: GNU timeout signals its child and then the child's whole group."""
+
+_ROOT = Path(__file__).resolve().parents[2]
+FRAMEWORK = tuple(f"{_ROOT / name}{os.sep}" for name in ("trainer", "strategies", "callbacks"))
+"""Folders of Lockstep's own code."""
+
 
 class RankFailure(RuntimeError):
     """A rank ended without an exception that could be handed on: killed, exited, or with one that cannot be
@@ -157,10 +164,7 @@ def libraries() -> tuple[str, ...]:
     import sysconfig  # here, as it reads a file that no other import needs
 
     installed = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
-    root = Path(__file__).resolve().parents[2]
-    return tuple(
-        f"{folder}{os.sep}" for folder in {*installed, *map(root.joinpath, ("trainer", "strategies", "callbacks"))}
-    )
+    return (*(f"{folder}{os.sep}" for folder in installed), *FRAMEWORK)
 
 
 def _place(trace: TracebackType | None) -> str:

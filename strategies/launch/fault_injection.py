@@ -12,8 +12,8 @@ step:
 In a step call `set_phase(step, phase)` (`strategies/launch/phase.py`), which reaches the point of that phase, or spare
 the call:
 
-    if faults.plan is not None:
-        faults.fault("backward")
+    if fault_injection.plan is not None:
+        fault_injection.fault("backward")
 
 A plan is read once, when a strategy sets its rank up, and ends with the strategy's teardown.
 """

@@ -28,7 +28,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.strategies.launch import forkserver, watchdog
-from lockstep.strategies.launch.failure import Failure, RankFailure, cut, raise_failure, signal_name, stop_error
+from lockstep.strategies.launch.failure import (
+    SAME_S,
+    Failure,
+    RankFailure,
+    cut,
+    raise_failure,
+    signal_name,
+    stop_error,
+)
 from lockstep.strategies.launch.payload import dumps, pack, unpack
 from lockstep.strategies.launch.program.contexts import refuse_contexts, refuse_hooks_on_all
 from lockstep.strategies.launch.program.state import library_state, program_state
@@ -44,9 +52,6 @@ _SETTLE_SECONDARY_S = (
 )
 _TERMINATE_S = (
     2.0  # from SIGTERM to SIGKILL for what is left; with the line above everything is gone within 4 s of a failure
-)
-_SAME_S = (
-    0.2  # signals this close together are one request: GNU timeout signals its child and then the child's whole group
 )
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to stop."""
@@ -200,7 +205,7 @@ class _Ranks:
                 signal.raise_signal(signum)
                 return
             now = time.monotonic()
-            if not self.passed_on or now - self.requests[-1] > _SAME_S:
+            if not self.passed_on or now - self.requests[-1] > SAME_S:
                 self.requests.append(now)
             self.passed_on.append(signum)
             self._send(signum)

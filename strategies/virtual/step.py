@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -207,7 +208,8 @@ class VirtualStep(ShareHooks[W], SPMDStrategy[W]):
         rows, dtype = self.norm_facts(
             sum(map(self.counted_rows, parameters)),
             torch.promote_types(
-                torch.float32, max((p.dtype.to_real() for p in parts), key=_size, default=torch.float32)
+                torch.float32,
+                max((p.dtype.to_real() for p in parts), key=attrgetter("itemsize"), default=torch.float32),
             ),
         )
         counted = [self.counted_part(p, part) for p, part in zip(parameters, parts, strict=True)]
@@ -232,8 +234,8 @@ class VirtualStep(ShareHooks[W], SPMDStrategy[W]):
         windows, each of which `begins` with a call, that is their bits too: writes through numpy leave no other trace.
         """
         self._num_windows += begins
-        bits = _bits if self._num_windows <= LOOKS else _no_bits
-        return [(p._version, (_place(p), bits(p)), p.requires_grad) for p in self._watched]
+        looks = self._num_windows <= LOOKS
+        return [(p._version, (_place(p), _bits(p) if looks else 0), p.requires_grad) for p in self._watched]
 
     def _changed(self, wrapped: W, before: list[tuple[int, Any, bool]], marks: Any) -> RuntimeError:
         """What to raise for a step that changed parameters or their gradients by itself."""
@@ -306,11 +308,3 @@ def _place(parameter: nn.Parameter) -> int:
 def _bits(parameter: nn.Parameter) -> int:
     own = getattr(parameter, "_local_tensor", parameter)
     return checksum(own) if own.is_cpu and type(own) in (Tensor, nn.Parameter) else 0
-
-
-def _no_bits(parameter: nn.Parameter) -> int:
-    return 0
-
-
-def _size(dtype: torch.dtype) -> int:
-    return dtype.itemsize

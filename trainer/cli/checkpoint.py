@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lockstep.callbacks._support.tables import columns
+from lockstep.callbacks._support.tables import columns, human_size
 from lockstep.strategies.sync.contents import bytes_of
 from lockstep.trainer.checkpoint import convert
 from lockstep.trainer.checkpoint.store import Checkpoint
@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
         checkpoint = Checkpoint.open(given.path)
         lightning = Path(given.target).suffix == ".ckpt"
         target = (convert.export_lightning if lightning else convert.export_weights)(checkpoint, given.target)
-        print(f"{target}: {len(checkpoint.names('model/'))} tensors, {_bytes(target.stat().st_size)}")
+        print(f"{target}: {len(checkpoint.names('model/'))} tensors, {human_size(target.stat().st_size)}")
     else:
         weights = convert.import_weights(given.source, given.target, trust_pickle=given.trust_pickle)
         print(
@@ -148,7 +148,9 @@ def verify(path: Path) -> str:
     for rank in range(checkpoint.world_size):
         checkpoint.rank_state(rank)
     files = checkpoint.files()
-    return f"{checkpoint.path}: {len(files)} files, {_bytes(sum(size for _, size, _ in files))}, all checksums match"
+    return (
+        f"{checkpoint.path}: {len(files)} files, {human_size(sum(size for _, size, _ in files))}, all checksums match"
+    )
 
 
 def differences(one: Checkpoint, other: Checkpoint, tolerance: float = 0.0) -> list[str]:
@@ -223,11 +225,3 @@ def _short(value: Any) -> str:
 
 def _cut(lines: list[str], what: str) -> list[str]:
     return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"... and {len(lines) - _SHOWN} other {what}"]
-
-
-def _bytes(size: int) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.4g} {unit}"
-        size /= 1000  # type: ignore[assignment]
-    return f"{size:.4g} GB"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.callbacks._support.files import replacing
 from lockstep.callbacks._support.printing import safe_print
-from lockstep.callbacks._support.tables import columns
+from lockstep.callbacks._support.tables import columns, count
 from lockstep.trainer.cli import config
 from lockstep.trainer.cli.config import Resolved, Run
 from lockstep.trainer.cli.errors import ConfigError
@@ -32,7 +32,7 @@ def fit(run: Run) -> None:
         rows.append(("best", str(best)))
     if trainer.log_dir is not None:
         rows += [("run", str(trainer.log_dir)), ("view", f"tensorboard --logdir {trainer.log_dir}")]
-    _print_block(trainer, f"fit: {_count(trainer.current_epoch, 'epoch')}, {_count(trainer.global_step, 'step')}", rows)
+    _print_block(trainer, f"fit: {count(trainer.current_epoch, 'epoch')}, {count(trainer.global_step, 'step')}", rows)
 
 
 def evaluate(run: Run, command: str) -> None:
@@ -196,10 +196,6 @@ def refuse_untrained(command: str, resolved: Resolved) -> None:
 
 
 # ---- output ------------------------------------------------------------------------------------------
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _metric_rows(metrics: dict[str, Tensor]) -> list[tuple[str, str]]:

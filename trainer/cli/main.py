@@ -11,10 +11,8 @@ import importlib
 import os
 import re
 import sys
-import sysconfig
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep._lazy import without_collector
@@ -80,24 +78,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1 if begun else 2
 
 
-LIBRARIES = tuple(
-    {os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {"<frozen", "<string>"}  # the __init__ of a dataclass
-)
-FRAMEWORK = tuple(
-    str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("trainer", "strategies", "callbacks")
-)
-
-
 def _is_framework_error(error: Exception) -> bool:
     """Whether Lockstep itself raised this about the user's input, outside their code: then the message says all."""
+    from lockstep.strategies.launch.failure import FRAMEWORK, libraries
+
     if not isinstance(error, ValueError | TypeError | RuntimeError | ImportError | OSError | FloatingPointError):
         return False
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     if _is_of_a_rank(error):
         files += re.findall(r'^  File "(.+?)", line', str(error.__cause__), flags=re.MULTILINE)
     files = [os.path.realpath(file) if os.path.exists(file) else file for file in files]
-    if not all(file.startswith((*FRAMEWORK, *LIBRARIES)) for file in files):
+    if not all(file.startswith((*libraries(), "<frozen", "<string>")) for file in files):  # an __init__ of a dataclass
         return False
     # An OSError is raised in the standard library, the others where the rule is.
     return isinstance(error, OSError) or (bool(files) and files[-1].startswith(FRAMEWORK))

@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.strategies.launch import environment
-from lockstep.strategies.launch.failure import stop_error
-
-_SAME_S = 0.2
-"""Signals this close together are one request: GNU timeout signals its child and then the child's whole group."""
+from lockstep.strategies.launch.failure import SAME_S, stop_error
 
 
 def end_in_one_line(error: KeyboardInterrupt) -> None:
@@ -98,7 +95,7 @@ class Signals:
             signal.raise_signal(number)
             return
         now = time.monotonic()
-        first, again = not self.number, now - self._last > _SAME_S
+        first, again = not self.number, now - self._last > SAME_S
         self._last = now
         if first:
             self.number = number

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.callbacks._support.tables import human_size
 from lockstep.strategies.planning import timing
 from lockstep.strategies.planning.devices import Device
 from lockstep.strategies.planning.plan import Plan
@@ -94,11 +95,11 @@ def _draw_bar(
 
 def _memory(rank: Any, device: Device | None) -> Bar:
     parts = [(kind, float(value)) for kind, value in report.peak_parts(rank)]
-    after = report.size(rank.peak)
+    after = human_size(rank.peak)
     if device is not None:
         needed = timing.reserved(rank)
         parts.append(("allowance", needed - rank.peak))
-        after = f"{report.size(needed)} of {report.size(device.memory)}"
+        after = f"{human_size(needed)} of {human_size(device.memory)}"
     return f"{rank.role} x {rank.num_ranks}", after, parts
 
 

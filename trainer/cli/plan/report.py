@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from lockstep.callbacks._support.tables import columns
+from lockstep.callbacks._support.tables import columns, count, human_size
 from lockstep.strategies.planning import timing
 from lockstep.strategies.planning.devices import Device
 from lockstep.strategies.planning.plan import Plan, RankPlan
 from lockstep.strategies.planning.timing import Communication, Estimate, RankTime
 
-GIB = 2.0**30
 KINDS = (
     "parameters",
     "gradients",
@@ -36,9 +35,9 @@ def text(
     """The whole page."""
     tokens = "" if plan.tokens is None else f" ({plan.tokens:,} tokens)"
     parts = [
-        f"{plan.strategy} on {_count(plan.world_size, _unit(plan))}, {plan.precision}: "
+        f"{plan.strategy} on {count(plan.world_size, _unit(plan))}, {plan.precision}: "
         f"{plan.num_parameters:,} parameters, "
-        f"{_count(plan.samples, 'sample')}{tokens} a step"
+        f"{count(plan.samples, 'sample')}{tokens} a step"
         + (f", a round of {plan.round_steps:,} steps" if plan.round_steps > 1 else ""),
         memory(plan, device),
         "\n".join(line for rank in plan.ranks for line in bar(rank, device)),
@@ -51,14 +50,6 @@ def text(
     return "\n\n".join(part for part in parts if part)
 
 
-def size(value: float) -> str:
-    """Bytes for people: "1.23 GiB"."""
-    for unit, name in ((GIB, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
-        if value >= unit:
-            return f"{value / unit:.2f} {name}"
-    return f"{value:.0f} B"
-
-
 def memory(plan: Plan, device: Device | None) -> str:
     """A row for each kind of rank."""
     kinds = [kind for kind in KINDS if any(getattr(rank, kind) for rank in plan.ranks)]
@@ -69,19 +60,19 @@ def memory(plan: Plan, device: Device | None) -> str:
         *["in the host"] * offloads,
         "peak",
     ]
-    head += [] if device is None else ["reserved", f"of {size(device.memory)}"]
+    head += [] if device is None else ["reserved", f"of {human_size(device.memory)}"]
     rows = [head]
     for rank in plan.ranks:
-        row = [_role(rank), *(size(getattr(rank, kind)) for kind in kinds)]
-        row += [*[size(rank.host)] * offloads, size(rank.peak)]
+        row = [_role(rank), *(human_size(getattr(rank, kind)) for kind in kinds)]
+        row += [*[human_size(rank.host)] * offloads, human_size(rank.peak)]
         if device is not None:
             needed = timing.reserved(rank)
-            row += [size(needed), "fits" if needed <= device.memory else "does not fit"]
+            row += [human_size(needed), "fits" if needed <= device.memory else "does not fit"]
         rows.append(row)
     lines = columns(rows, right=range(1, len(head)))
     if device is not None:
         lines.append(
-            f"reserved: the peak and {timing.ALLOCATOR:.0%} for the allocator, and {size(timing.CONTEXT_BYTES)} "
+            f"reserved: the peak and {timing.ALLOCATOR:.0%} for the allocator, and {human_size(timing.CONTEXT_BYTES)} "
             "for the driver and communication"
         )
     return "\n".join(lines)
@@ -96,7 +87,7 @@ def bar(rank: RankPlan, device: Device | None) -> list[str]:
         line += _letter(kind) * (round(done / whole * BAR_WIDTH) - len(line))
     if device is not None:
         line += "~" * (round(timing.reserved(rank) / whole * BAR_WIDTH) - len(line))
-    shown = [f"{_letter(kind)} {kind.replace('_', ' ')} {size(value)}" for kind, value in peak_parts(rank)]
+    shown = [f"{_letter(kind)} {kind.replace('_', ' ')} {human_size(value)}" for kind, value in peak_parts(rank)]
     shown += [] if device is None else ["~ allowance"]
     return [
         f"{_role(rank)}: peak in {rank.peak_moment} at {rank.peak_at}",
@@ -160,7 +151,7 @@ def time(plan: Plan, estimate: Estimate, steps: int | None, price: float | None)
     if steps is not None:
         hours = estimate.hours(steps)
         cost = "" if price is None else f"{hours * plan.world_size * price:,.2f} at {price:g} a device and hour"
-        rows.append((_count(steps, "step"), f"{hours:,.2f} h", cost))
+        rows.append((count(steps, "step"), f"{hours:,.2f} h", cost))
     elif price is not None:
         cost_of_thousand = estimate.hours(1000) * plan.world_size * price
         rows.append(("1,000 steps", f"{estimate.hours(1000):,.2f} h", f"{cost_of_thousand:,.2f}; give max_steps"))
@@ -199,7 +190,7 @@ def _blocks(rank: RankPlan) -> str:
             runs.append([block.name or "outside of blocks"])
             sizes.append(block.activations)
     rows = [
-        (f"  {names[0]}" + (f" … {names[-1]}" if len(names) > 1 else ""), f"{len(names)} ×", size(value))
+        (f"  {names[0]}" + (f" … {names[-1]}" if len(names) > 1 else ""), f"{len(names)} ×", human_size(value))
         for names, value in zip(runs, sizes, strict=True)
         if value
     ]
@@ -219,8 +210,4 @@ def _unit(plan: Plan) -> str:
 def _role(rank: RankPlan) -> str:
     if rank.role.startswith("device"):
         return rank.role
-    return f"{rank.role} ({_count(rank.num_ranks, 'rank')})"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    return f"{rank.role} ({count(rank.num_ranks, 'rank')})"

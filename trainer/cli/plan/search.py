@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.callbacks._support.tables import columns
+from lockstep.callbacks._support.tables import columns, human_size
 from lockstep.strategies.planning import timing
 from lockstep.strategies.planning.devices import Device
 from lockstep.strategies.planning.plan import Plan
@@ -273,13 +273,13 @@ def why_not(plan: Plan, device: Device) -> str:
     if needed <= device.memory:
         return ""
     kinds = sorted(fullest.peak_by_kind, key=lambda item: -item[1])[:3]
-    most = ", ".join(f"{kind} {report.size(value)}" for kind, value in kinds if value)
-    return f"{report.size(needed)} of {report.size(device.memory)}: {most}"
+    most = ", ".join(f"{kind} {human_size(value)}" for kind, value in kinds if value)
+    return f"{human_size(needed)} of {human_size(device.memory)}: {most}"
 
 
 def table(found: Sequence[Candidate], device: Device, price: float | None) -> str:
     """A row for each candidate, then why others do not fit."""
-    rows = [("layout", "options", "of " + report.size(device.memory), "a step", "samples/s", "MFU", "")]
+    rows = [("layout", "options", "of " + human_size(device.memory), "a step", "samples/s", "MFU", "")]
     for entry in found:
         if entry.plan is None or entry.estimate is None:
             continue
@@ -292,7 +292,7 @@ def table(found: Sequence[Candidate], device: Device, price: float | None) -> st
             (
                 entry.layout,
                 entry.options or "-",
-                report.size(needed),
+                human_size(needed),
                 report.seconds(entry.estimate.seconds),
                 f"{entry.estimate.samples_per_s:,.1f}",
                 f"{entry.estimate.mfu:.1%}",
