@@ -126,6 +126,13 @@ def _set_cuda_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(saved[state["cuda_device"]])
 
 
+def continue_streams(state: Mapping[str, Any]) -> None:
+    """Let user code of this process draw next what it would have drawn where `rng_state` returned `state`."""
+    set_rng_state({**state})
+    if "cuda" not in state:  # as torch seeds the generators of GPUs once CUDA starts
+        torch.cuda.manual_seed_all(torch.initial_seed())
+
+
 def set_rng_state(state: dict[str, Any], streams: dict[str, torch.Generator] | None = None) -> None:
     """Take back what `rng_state` returned; of `streams` exactly those that it holds remain."""
     version, internal, gauss = state["python"]

@@ -31,7 +31,7 @@ from lockstep.trainer.run import publish, saving
 from lockstep.trainer.run.folder import conclude
 from lockstep.trainer.run.hooks import Hooks
 from lockstep.trainer.run.signals import end_in_one_line
-from lockstep.trainer.seeding import rng_state, seed_everything, set_rng_state, torch_settings
+from lockstep.trainer.seeding import continue_streams, rng_state, seed_everything, set_rng_state, torch_settings
 from lockstep.trainer.setup import held_parameters, start
 from lockstep.trainer.setup.compilation import Compiled
 
@@ -45,7 +45,8 @@ _log = logging.getLogger("lockstep")
 
 @contextmanager
 def noted(run: RunState, module: Module, stage: str, sources: Sources) -> Iterator[None]:
-    """What the Trainer shows of a run, in the process that the user called it in: status, module and loaders."""
+    """What the Trainer shows of a run, in the process that the user called it in: status, module and loaders. A fit
+    begins without gradients."""
     run.datamodule = sources.datamodule
     run.final = run.final and stage != "fit" and module is run.module
     if not run.stage == stage == "fit":  # only a fit that counts on begins with what another run has measured
@@ -55,6 +56,8 @@ def noted(run: RunState, module: Module, stage: str, sources: Sources) -> Iterat
         **run.given_loaders,
         **{kind: given for kind, given in sources.loaders.items() if given is not None},
     }
+    for parameter in module.parameters() if stage == "fit" else ():
+        parameter.grad = None  # of code before it, or of a fit that failed: ranks that are started have none
     try:
         yield
     except BaseException as error:
@@ -96,7 +99,7 @@ class attached:
 @contextmanager
 def _life(run: RunState, module: Module, sources: Sources, stage: str, ckpt_path: str | None) -> Iterator[None]:
     run.begun = run.active = True
-    process = os.getpid()
+    process, streams = os.getpid(), rng_state()
     run.hooks = Hooks()  # those of an earlier run must not get this one's failure
     _attach(run, module)
     run.signals.catch()
@@ -109,6 +112,7 @@ def _life(run: RunState, module: Module, sources: Sources, stage: str, ckpt_path
         if os.getpid() != process:  # a process that user code forked: the run is its parent's
             raise
         error = _report(run, stage, caught)
+        continue_streams(streams)  # those of ranks that the launcher starts have ended too, and with others' samples
         if error is not caught:
             raise error from (None if error is caught.__cause__ else caught)
         raise
@@ -220,6 +224,8 @@ def _close(run: RunState, module: Module, stage: str) -> None:
     evaluated = run.strategy.evaluation_weights(run.wrapped, run.optimizers.values(), restore=False)
     with evaluated, held_parameters.following(run, module, refuses=False):
         run.strategy.teardown_module(run.wrapped)
+    if run.world_size > 1 and not run.signals.launched:  # each rank is the program, whose later code draws alike
+        take_first_streams(run.strategy.broadcast, run.is_global_zero)
     if run.signals.number:
         raise run.signals.error()
     _end(run, "success")

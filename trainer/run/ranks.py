@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.callbacks.base import Logger
@@ -17,7 +18,7 @@ from lockstep.trainer.checkpoint import store
 from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError, WeightsOnlyError
 from lockstep.trainer.checkpoint.rank_state import kept_tensors, put_tensors
 from lockstep.trainer.kept.identity import in_state_dict
-from lockstep.trainer.kept.owners import layers
+from lockstep.trainer.kept.owners import layers, shown
 from lockstep.trainer.kept.values import (
     Mark,
     caches_of,
@@ -33,7 +34,7 @@ from lockstep.trainer.run import evaluate, fit, publish, saving
 from lockstep.trainer.run.folder import conclude
 from lockstep.trainer.run.lifecycle import attached
 from lockstep.trainer.run.state import RESULTS, RunState
-from lockstep.trainer.seeding import rng_state, set_rng_state
+from lockstep.trainer.seeding import continue_streams, rng_state, set_rng_state
 from lockstep.trainer.setup import ahead, start
 from lockstep.trainer.setup.resume import restore_trainability, trainability
 
@@ -134,7 +135,7 @@ def _on_rank(
     random_streams: dict[str, Any],
 ) -> dict[str, Any]:
     """What a started rank does; only rank 0's result is brought back."""
-    set_rng_state(random_streams)
+    continue_streams(random_streams)
     returned, tensors = None, _tensors_of_layers(module)
     with attached(run, module, sources, stage, ckpt_path):
         if stage == "fit":
@@ -157,6 +158,38 @@ def _tensors_of_layers(module: Module) -> dict[tuple[str, str], Mark]:
     return {(path, name): mark_of(value, 0) for path, name, value in found if isinstance(value, Tensor)}
 
 
+def _places(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where the layers hold what the model's state dict holds, by name; by no `state_dict` of user code, which may
+    leave some out."""
+    return {
+        shown(path, name): (tensors, name)
+        for path, layer in module.named_modules()
+        for tensors in (layer._parameters, layer._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None and name not in layer._non_persistent_buffers_set
+    }
+
+
+def _with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
+    """The layers that keep something beside their tensors, by name."""
+    own = nn.Module.set_extra_state
+    return {path: layer for path, layer in module.named_modules() if type(layer).set_extra_state is not own}
+
+
+def _put_weights(places: dict[str, tuple[dict[str, Any], str]], weights: dict[str, Tensor]) -> None:
+    """Copy trained values into the tensors that are there; those on the meta device are replaced."""
+    made = dict[int, Tensor]()
+    for name, (tensors, key) in places.items():
+        now, trained = tensors[key], weights[name]
+        if now.is_meta:
+            value = nn.Parameter(trained, now.requires_grad) if isinstance(now, nn.Parameter) else trained
+            tensors[key] = made.setdefault(id(now), value)  # tied ones are one tensor
+        elif (now.dtype, now.shape) != (trained.dtype, trained.shape):
+            now.data = trained.to(now.device)  # in the run's precision; a buffer may have grown
+        else:
+            now.detach().copy_(trained)
+
+
 def _result(run: RunState, module: Module, returned: Any, tensors: dict[tuple[str, str], Mark]) -> dict[str, Any]:
     """What is brought back; of tensors in attributes not those that are as in `tensors`, as the run began, nor views of
     weights, which follow these where they are."""
@@ -164,10 +197,8 @@ def _result(run: RunState, module: Module, returned: Any, tensors: dict[tuple[st
     same = {place for place, mark in now.items() if place in tensors and is_same(tensors[place], mark)}
     return {
         "returned": returned,
-        "weights": {
-            name: value.detach().cpu() if isinstance(value, Tensor) else value
-            for name, value in module.state_dict().items()
-        },
+        "weights": {name: tensors[key].detach().cpu() for name, (tensors, key) in _places(module).items()},
+        "extra": {path: layer.get_extra_state() for path, layer in _with_extra_state(module).items()},
         "metrics": kept_tensors(module),
         "progress": run.progress.state_dict(),
         "callbacks": [publish.state_of(run, item) for item in run.callbacks],
@@ -186,20 +217,21 @@ def _result(run: RunState, module: Module, returned: Any, tensors: dict[tuple[st
         "parameters": {name: own_data(parameter) for name, parameter in module.named_parameters()},
         "log_dirs": [item.run_dir for item in run.loggers],
         "results": {name: vars(run)[name] for name in RESULTS},
+        "streams": rng_state(),
     }
 
 
 def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
     """Take over what rank 0 brought back."""
-    if set(module.state_dict()) != set(result["weights"]):
+    weights = result["weights"]
+    if _places(module).keys() != weights.keys():
         module.configure_model()
-    if changed := sorted(set(module.state_dict()) ^ set(result["weights"])):
+    places = _places(module)
+    if changed := sorted(places.keys() ^ weights.keys()):
         raise renamed(changed, run.strategy.name)
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        trained = result["weights"][name]
-        if isinstance(tensor, Tensor) and (tensor.dtype != trained.dtype or tensor.shape != trained.shape):
-            tensor.data = trained.to(tensor.device)  # in the run's precision; a buffer may have grown
-    module.load_state_dict(result["weights"], assign=any(p.is_meta for p in module.parameters()))
+    _put_weights(places, weights)
+    for path, layer in _with_extra_state(module).items():
+        layer.set_extra_state(result["extra"][path])
     put_tensors(module, result["metrics"])
     run.progress.load_state_dict(result["progress"])
     for item, state in zip(run.callbacks, result["callbacks"], strict=True):
@@ -221,6 +253,9 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
         logger.forget_held()
     vars(run).update(result["results"])
     attach(module, run.trainer)
+    if not torch.cuda.is_initialized():  # in the program, whose own GPU memory that would take
+        result["streams"].pop("cuda", None)
+    set_rng_state(result["streams"])  # at last, as `configure_model` may have drawn
 
 
 def _take_layer(layer: nn.Module, attributes: dict[str, Any], caches: list[str]) -> None:

@@ -1,0 +1,101 @@
+"""What rank 0 brings back reaches the caller's module without code of the module's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.trainer.toy import Net, distance, loader, quiet, weights
+
+pytestmark = pytest.mark.ranks
+
+
+class TakesNoAssign(Net):
+    """As of a time in which `load_state_dict` had two arguments."""
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        return super().load_state_dict(state_dict, strict=strict)
+
+
+class LeavesTeacherOut(Net):
+    """Its state dict has no weights of the frozen teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, 3).requires_grad_(False)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in state.items() if not name.startswith("teacher")}
+
+
+class Counting(nn.Linear):
+    """Keeps the number of its batches beside its tensors."""
+
+    batches = 0
+
+    def get_extra_state(self) -> Any:
+        return {"batches": [self.batches]}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.batches = state["batches"][0]
+
+
+class ForgetsOnLoading(Net):
+    """`load_state_dict` is for checkpoints of others: what the run has counted is set back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = Counting(8, 16)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += 1
+        self.net[0].batches += 1
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        result = super().load_state_dict(state_dict, strict, assign)
+        self.seen.zero_()
+        return result
+
+
+@pytest.mark.parametrize("kind", [TakesNoAssign, LeavesTeacherOut, ForgetsOnLoading])
+def test_a_module_with_methods_of_its_own_for_its_state(kind: type[Net]) -> None:
+    trained = []
+    for options in ({}, {"strategy": "ddp", "devices": 2}):
+        torch.manual_seed(0)
+        model = kind()
+        quiet(split_batches=True, precision="64-true", seed=0, **options).fit(model, loader(16, 4))
+        trained.append(model)
+    one, other = trained
+    assert distance(weights(other), weights(one)) < 1e-12
+    assert torch.equal(getattr(one, "seen", torch.ones(1)), getattr(other, "seen", torch.ones(1)))
+    assert getattr(one.net[0], "batches", 0) == getattr(other.net[0], "batches", 0)
+
+
+class OnMeta(Net):
+    """Its two tied layers are on the meta device until a rank builds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.first = nn.Linear(8, 8, bias=False)
+            self.second = nn.Linear(8, 8, bias=False)
+        self.second.weight = self.first.weight
+
+    def configure_model(self) -> None:
+        if self.first.weight.is_meta and self.trainer._run.active:  # on the rank
+            self.first.weight = self.second.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.second(self.first(x)))
+
+
+def test_tied_weights_on_the_meta_device_come_back_as_one() -> None:
+    model = OnMeta()
+    quiet(strategy="ddp", devices=2).fit(model, loader(16, 4))
+    assert model.first.weight is model.second.weight and not model.first.weight.is_meta
+    assert isinstance(model.first.weight, nn.Parameter) and model.first.weight.requires_grad
