@@ -185,7 +185,7 @@ class Guards:
     def before_step(self, optimizers: Sequence[Optimizer]) -> bool:
         """Record the parameters before they move for the first time; whether a gradient on this rank is not
         zero."""
-        if not any(float(group.get("lr", 1)) for optimizer in optimizers for group in optimizer.param_groups):
+        if not any(_rates(optimizers)):
             self._before = None  # nothing is to move
             return False
         self._before = fingerprints(optimizers)
@@ -197,11 +197,11 @@ class Guards:
         this rank; a run that is resumed continues, as it had moved them before its rate fell."""
         if self._before is None:
             return
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        rates = _rates(optimizers)
         if not self._before or self._before != fingerprints(optimizers):
             self.watches, self._still = False, ""
-        elif moving and all(float(group.get("lr", 1)) > 0 for group in groups):
-            rate = max(float(group.get("lr", 1)) for group in groups)
+        elif moving and all(rate > 0 for rate in rates):
+            rate = max(rates)
             if self._still and self._still_in != self.run.progress.global_step and rate <= self._still_rate:
                 self._name_still()
                 return
@@ -209,7 +209,7 @@ class Guards:
             self._still = (
                 f"optimizer.step moved no parameter in step {self.run.progress.global_step}, though there is a "
                 f"gradient and the learning rate is {rate:g}; is the rate too small for the parameters' dtype, "
-                f"{groups[0]['params'][0].dtype}?"
+                f"{next(iter(held_by(optimizers))).dtype}?"
             )
         elif not moving and not self._warned:
             self._warned = True
@@ -303,10 +303,16 @@ def _owned(optimizers: Iterable[Optimizer]) -> set[int]:
 
 
 def _is_mean(output: Any) -> bool:
-    """Whether what a step returned is weighted by the samples of its batch."""
-    if isinstance(output, Mapping):
-        return not isinstance(output.get("loss"), Loss | None)
-    return not isinstance(output, Loss | None)
+    """Whether what a step returned is weighted by the samples of its batch: a loss alone, in a dict, or a dict of one
+    for each optimizer."""
+    loss = output["loss"] if isinstance(output, Mapping) and "loss" in output else output
+    return not isinstance(loss, Loss | None)
+
+
+def _rates(optimizers: Iterable[Optimizer]) -> list[float]:
+    """The learning rates of all groups; 1 for a group of an optimizer that finds its own."""
+    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
+    return [1.0 if rate is None else float(rate) for rate in rates]
 
 
 class UsersBackward:

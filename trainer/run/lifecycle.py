@@ -221,7 +221,8 @@ def _close(run: RunState, module: Module, stage: str) -> None:
         owner.teardown(fn)
     for callback in run.callbacks:
         _call(run, callback, callback.teardown, module, fn)
-    evaluated = run.strategy.evaluation_weights(run.wrapped, run.optimizers.values(), restore=False)
+    optimizers = run.optimizers.values() if stage == "fit" else ()  # an earlier fit may have failed with its own
+    evaluated = run.strategy.evaluation_weights(run.wrapped, optimizers, restore=False)
     with evaluated, held_parameters.following(run, module, refuses=False):
         run.strategy.teardown_module(run.wrapped)
     if run.world_size > 1 and not run.signals.launched:  # each rank is the program, whose later code draws alike

@@ -68,7 +68,7 @@ class ManualOptimizer(HeldOptimizer):
         """Forget the gradients."""
         for hook in self._run.hooks.on_before_zero_grad:
             hook(self.optimizer)
-        self.optimizer.zero_grad(set_to_none)
+        self.optimizer.zero_grad(*(() if set_to_none else (False,)))  # an own one may take no argument
         if (scaler := self._run.strategy.precision.scaler) is not None:
             scaler.note_dropped()
 

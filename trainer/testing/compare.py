@@ -308,19 +308,12 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 def without_noise(module: nn.Module) -> int:
     """Set every dropout of `module` to 0, as noise differs between ranks by design; return how many there were."""
-    count = 0
-    for layer in module.modules():
-        name = (
-            "p"
-            if isinstance(layer, DROPOUTS)
-            else "dropout"
-            if isinstance(layer, nn.MultiheadAttention | nn.RNNBase)
-            else None
-        )
-        if name is not None and getattr(layer, name) > 0:
-            setattr(layer, name, 0.0)
-            count += 1
-    return count
+    found: list[tuple[nn.Module, str]] = [(layer, "p") for layer in module.modules() if isinstance(layer, DROPOUTS)]
+    found += [(layer, "dropout") for layer in module.modules() if isinstance(layer, nn.MultiheadAttention | nn.RNNBase)]
+    noisy = [(layer, name) for layer, name in found if getattr(layer, name) > 0]
+    for layer, name in noisy:
+        setattr(layer, name, 0.0)
+    return len(noisy)
 
 
 def table(results: dict[str, Difference]) -> str:

@@ -131,6 +131,18 @@ class Packed(Plain):
         self.log("rows", self(batch[0].double()).square().mean(), batch_size=batch.shape[1])
 
 
+class PackedLosses(Packed):
+    """With a loss for each of two optimizers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"one": loss, "two": loss}
+
+    def configure_optimizers(self) -> Any:
+        one, two = ({"params": [p]} for p in [*self.parameters()][:2])
+        return {"one": torch.optim.SGD([one], lr=0.1), "two": torch.optim.SGD([two], lr=0.1)}
+
+
 class PackedLog(Packed):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("rows", self(batch[0].double()).square().mean())
@@ -160,6 +172,11 @@ def test_a_mean_over_a_batch_that_does_not_show_its_samples_is_refused_where_it_
         packed_fit(Packed(), 1, accumulate_grad_batches=2)
     with pytest.raises(ValueError, match=r"self.log\('rows'\) cannot weigh .*give batch_size="):
         packed_fit(PackedLog("sum"), 2)
+
+
+def test_losses_of_several_optimizers_are_means_too() -> None:
+    with pytest.raises(ValueError, match=r"was given 2 samples, and batch 0 does not show .*return Loss"):
+        packed_fit(PackedLosses(), 1, accumulate_grad_batches=2)
 
 
 def none_left(items: list[Any]) -> Any:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lockstep.callbacks import ModelCheckpoint
 from tests.strategies.mesh.perceptrons import Perceptron, labeled
 from tests.strategies.mesh.test_fsdp import fit
-from tests.trainer.toy import distance, weights
+from tests.trainer.toy import distance, equal, quiet, weights
 
 schedulefree = pytest.importorskip("schedulefree", reason="needs schedulefree, which the test extra installs")
 pytestmark = pytest.mark.ranks
@@ -104,6 +104,23 @@ def by_hand(module: ScheduleFree, epochs: int) -> tuple[list[Tensor], list[float
 def trained(strategy: str, devices: int, module: ScheduleFree, **options: Any) -> tuple[list[Tensor], list[float]]:
     fit(strategy, devices, module, labeled(), labeled(), max_epochs=3, num_sanity_val_steps=0, **options)
     return weights(module), module.losses
+
+
+def test_an_evaluation_after_a_failed_fit_leaves_the_weights() -> None:
+    class Fails(ScheduleFree):
+        def on_train_epoch_end(self) -> None:
+            if self.current_epoch == 2:
+                raise KeyError("stop")
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    torch.manual_seed(0)
+    module, trainer = Fails(), quiet(max_epochs=4)
+    with pytest.raises(KeyError):
+        trainer.fit(module, labeled())
+    before = [weight.clone() for weight in weights(module)]
+    trainer.validate(module, labeled(), verbose=False)
+    assert equal(before, weights(module))
 
 
 def test_training_and_validation_are_those_of_the_loop_by_hand() -> None:

@@ -425,6 +425,30 @@ def test_an_optimizer_of_other_tensors_in_manual_optimization() -> None:
         quiet().fit(Temperature(), loader())
 
 
+def test_an_optimizer_may_find_its_own_rate() -> None:
+    class Relative(torch.optim.SGD):
+        """Its groups hold no rate, as those of an Adafactor with relative steps."""
+
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.1)
+            self.param_groups[0]["lr"] = None
+
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.sub_(parameter.grad, alpha=0.1)
+
+    class Finds(Net):
+        def configure_optimizers(self) -> Any:
+            return Relative(self.parameters())
+
+    torch.manual_seed(0)
+    found, given = Finds(), Net(optimizer="SGD", lr=0.1)
+    given.load_state_dict(found.state_dict())
+    quiet().fit(found, loader())
+    quiet().fit(given, loader())
+    assert equal(weights(found), weights(given))
+
+
 def test_a_resumed_run_whose_rate_has_fallen_continues(tmp_path: Path) -> None:
     class Fading(Net):
         def configure_optimizers(self) -> Any:

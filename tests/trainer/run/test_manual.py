@@ -87,6 +87,30 @@ def test_manual_optimization_is_the_hand_written_loop() -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.81)
 
 
+def test_an_optimizer_of_ones_own_may_forget_gradients_without_arguments() -> None:
+    class Forgets(torch.optim.SGD):
+        def zero_grad(self) -> None:  # type: ignore[override]
+            super().zero_grad()
+
+    class Forgetting(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return Forgets(self.parameters(), lr=0.1)
+
+    trainer = quiet()
+    trainer.fit(Forgetting(), loader())
+    assert trainer.global_step > 0
+
+
 @pytest.mark.ranks
 def test_manual_optimization_on_two_ranks_has_the_gradients_of_one() -> None:
     """Global batches of 11 samples: one rank has 6 of them, the other 5."""
