@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.strategies.optimizers.numbers import numbers_of, put_back
 from lockstep.strategies.sync.contents import checksum
 
 Numbers = dict[tuple[str, int, str], Any]
@@ -125,7 +126,7 @@ class OwnNumbers:
         self._at_end = left
         for key, i, name in left if more else ():
             if (key, i, name) in self._at_start:
-                optimizers[key].param_groups[i][name] = self._at_start[key, i, name]
+                put_back(optimizers[key].param_groups[i], {name: self._at_start[key, i, name]})
 
     def before(self, key: str, optimizer: Optimizer) -> Any:
         return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups], _attributes(
@@ -190,8 +191,7 @@ def _of_groups(optimizers: Mapping[str, Optimizer]) -> Numbers:
         (key, i, name): value
         for key, optimizer in optimizers.items()
         for i, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-        if isinstance(value, int | float | tuple)
+        for name, value in numbers_of(group).items()
     }
 
 

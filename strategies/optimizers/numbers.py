@@ -44,3 +44,15 @@ def put(group: dict[str, Any], changed: dict[str, Any]) -> None:
             given = torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
             value = now.copy_(given) if isinstance(now, Tensor) and now.shape == given.shape else given
         group[key] = tuple(value) if isinstance(now, tuple) else value
+
+
+def put_back(group: dict[str, Any], before: dict[str, Any]) -> None:
+    """Let a group hold again what `numbers_of` has copied; a tensor stays the same object."""
+    for key, value in before.items():
+        now = group.get(key)
+        if same(now, value):
+            continue
+        if isinstance(now, Tensor) and isinstance(value, Tensor) and now.shape == value.shape:
+            now.copy_(value)
+        else:
+            group[key] = value.clone() if isinstance(value, Tensor) else copy.copy(value)

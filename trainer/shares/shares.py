@@ -22,6 +22,7 @@ from lockstep.trainer.metrics.gathering import gather_values
 from lockstep.trainer.metrics.model_parts import Parts
 from lockstep.trainer.metrics.sync import in_turn, of_all_samples, refuse_windows, uncached
 from lockstep.trainer.seeding import derive
+from lockstep.trainer.shares.optimizer_values import OptimizerValues
 from lockstep.trainer.shares.user_state import UserState
 
 if TYPE_CHECKING:
@@ -57,10 +58,7 @@ class Shares:
         """What no share may change of layers of the user's classes: modes, numbers and tensors."""
         self._plain = _NONE
         """And of those of torch's."""
-        self._rates: list[dict[str, Any]] = []
-        """Of each group of parameters, as the window began with."""
-        self._rates_left: list[dict[str, Any]] | None = None
-        """As the share before has left them."""
+        self._of_optimizers = OptimizerValues((), False)
         self._modules: list[nn.Module] = []
         self._users: list[nn.Module] = []
 
@@ -78,6 +76,7 @@ class Shares:
                 self._begin()
             else:
                 self._end_share()
+                self._of_optimizers.refuse_changed_state()
                 for buffer in self._buffers:
                     buffer.put_back()
             self._share, self._number = share, 0
@@ -98,9 +97,9 @@ class Shares:
             self.state.rest()
         for buffer in self._after_first or ():
             buffer.put_back()
-        for group, left in zip(self._groups(), self._rates_left or (), strict=False):
-            group.update(left)
-        self._share, self._after_first, self._rates_left = None, None, None
+        self._of_optimizers.leave()
+        self._of_optimizers = OptimizerValues((), False)
+        self._share, self._after_first = None, None
         self._buffers.clear()
         self._values.clear()
         self._plain = _NONE
@@ -135,17 +134,17 @@ class Shares:
             return
         self._modules = [module for _, module in parts.parts]
         self._users = [module for _, module in parts.users]
-        self._buffers = [
-            _Buffer(module, name)
+        self._buffers = [_Buffer(*place) for place in self._places()]
+        self._values, self._plain = _values(self._users), (parts.plain, parts.plain.now())
+        self._of_optimizers = OptimizerValues(self._run.optimizers.values(), len(self.own) > 1)
+
+    def _places(self) -> list[tuple[nn.Module, str]]:
+        return [
+            (module, name)
             for module in self._modules
             for name, buffer in module._buffers.items()
             if buffer is not None and is_here(buffer)
         ]
-        self._values, self._plain, self._rates = (
-            _values(self._users),
-            (parts.plain, parts.plain.now()),
-            self._rates_now(),
-        )
 
     def _end_share(self) -> None:
         if self._run.evaluating:
@@ -153,31 +152,25 @@ class Shares:
         wrong = [key for key, value in _values(self._users).items() if _differ(self._values.get(key), value)]
         wrong += self._plain[1].changed(self._plain[0].now())
         remembered = self.state.end() if self._keeps_state else []
-        if wrong or remembered:
-            names = {module: name for name, module in self._module.named_modules()}
-            found = sorted(f"{names[module]}.{name}".lstrip(".") for module, name in wrong) or remembered
+        if changed := self._named(wrong) or remembered:
             raise RuntimeError(
-                f"training_step changed {shortened(found)}, which would depend on how many shares or learners a rank "
+                f"training_step changed {shortened(changed)}, which would depend on how many shares or learners a rank "
                 "runs, or a hook of a batch did; use a registered buffer (those of share 0 hold), trainer.global_step "
                 "or self.log"
             )
-        rates = self._rates_now()
-        if self._rates_left is not None and rates != self._rates_left:
+        known = {(buffer.module, buffer.name) for buffer in self._buffers}
+        if new := [place for place in self._places() if place not in known]:
             raise RuntimeError(
-                "the shares of this rank leave different numbers in param_groups, such as learning rates, which they "
-                "share; set them alike, such as by trainer.global_step"
+                f"training_step set the buffer {shortened(self._named(new))}, which there was not, so that it would "
+                "depend on how many shares a rank runs; register it in __init__ with a tensor of its shape"
             )
-        self._rates_left = rates
-        for group, before in zip(self._groups(), self._rates, strict=False):
-            group.update(before)
+        self._of_optimizers.end_share()
         if self._after_first is None:
             self._after_first = [_Buffer(buffer.module, buffer.name) for buffer in self._buffers]
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._run.optimizers.values() for group in optimizer.param_groups]
-
-    def _rates_now(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in group.items() if isinstance(v, int | float | tuple)} for group in self._groups()]
+    def _named(self, places: list[tuple[nn.Module, str]]) -> list[str]:
+        names = {module: name for name, module in self._module.named_modules()}
+        return sorted(f"{names[module]}.{name}".lstrip(".") for module, name in places)
 
     # ---- torchmetrics: a share has states of its own, which meet where a metric computes ---------------
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
+from itertools import count
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ from lockstep.strategies.launch.program.functions import codes_of, variables_of
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.side_effect_free import PlainValues, differ
 from lockstep.strategies.sync.contents import checksum, generator_state
+from lockstep.trainer.kept.values import fields
 from lockstep.trainer.metrics.model_parts import ModelParts, Parts
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ OF_TENSOR = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _NOT_THEIRS = (frozenset(vars(nn.Module())) - {"training"}) | {"trainer", "_trainer", "_module", "_toggled"}
 """Attributes that every module or callback has: parameters and buffers are compared by themselves."""
+_OF_HANDLES = frozenset({"_run", "optimizer", "hooks"})
+"""Those of the Trainer and of optimizers as user code sees them."""
 
 
 class UserState:
@@ -247,6 +251,8 @@ def _found(run: RunState, model: ModelParts) -> _Found:
         for hooks in OF_TENSOR:
             if held := getattr(parameter, hooks, None):
                 search.hooks(held, name)
+    for owner in (run.trainer, *run.user_optimizers):
+        search.attributes(owner, f"{type(owner).__name__}.", _OF_HANDLES)
     for optimizer in run.optimizers.values():
         for hooks in _OF_OPTIMIZER:
             search.hooks(getattr(optimizer, hooks, None), type(optimizer).__name__)
@@ -262,9 +268,9 @@ class _Search:
         self.owners: dict[str, tuple[Any, str]] = {}
         self._seen = set(map(id, known))
 
-    def attributes(self, owner: Any, prefix: str) -> None:
+    def attributes(self, owner: Any, prefix: str, but: Collection[str] = _NOT_THEIRS) -> None:
         for key, value in vars(owner).items():
-            if key not in _NOT_THEIRS:
+            if key not in but:
                 self.marks[prefix + key] = self._mark(value, prefix + key, _DEPTH)
         for kind in filter(is_users_class, type(owner).__mro__):
             self.marks |= {name: generator_state(value) for name, value in _global_generators(kind).items()}
@@ -296,7 +302,10 @@ class _Search:
             return state
         if isinstance(value, nn.Module):
             tensors = value.state_dict(keep_vars=True).items()
-            return {key: self._mark(tensor, name, 1) for key, tensor in tensors if isinstance(tensor, Tensor)}
+            found = {key: self._mark(tensor, name, 1) for key, tensor in tensors if isinstance(tensor, Tensor)}
+            return {"": getattr(value, "_update_count", None)} | found  # of a metric: its sums are in no state dict
+        if hasattr(type(value), "__next__") and (place := _place_of(value)) is not None:
+            return place
         if isinstance(value, list) or (isinstance(value, deque) and value.maxlen is None):
             first = [self._mark(item, f"{name}[{i}]", depth - 1) for i, item in zip(range(_MANY), value, strict=False)]
             self.lists[name] = _Items(value, tuple(value), first)
@@ -330,8 +339,21 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
             functions = isinstance(held, (FunctionType, MethodType, partial))
             if theirs or functions or (callable(held) and is_users_class(type(held))):  # around one of the user's
                 yield key, held
-    elif not isinstance(value, type) and is_users_class(type(value)) and hasattr(value, "__dict__"):
-        yield from vars(value).items()
+    elif not isinstance(value, type) and is_users_class(type(value)):
+        yield from fields(value).items()
+
+
+def _place_of(iterator: Any) -> Any:
+    """What tells whether an iterator was read; None if nothing does."""
+    frame = getattr(iterator, "gi_frame", None)
+    if frame is not None:
+        held = {key: value if isinstance(value, _NUMBERS) else id(value) for key, value in frame.f_locals.items()}
+        return frame.f_lasti, held
+    if isinstance(iterator, count):
+        return repr(iterator)
+    if hasattr(iterator, "__length_hint__"):
+        return iterator.__length_hint__()
+    return getattr(iterator, "_num_yielded", None)  # of a DataLoader
 
 
 def _of_tensor(tensor: Tensor) -> Any:

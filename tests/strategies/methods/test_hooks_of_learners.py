@@ -72,6 +72,13 @@ class Scales(Decaying):
             group["lr"] *= 0.9
 
 
+class InTensors(Scales):
+    """The same of a rate in a tensor, which optimizers and hooks change in place."""
+
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters(), lr=torch.tensor(0.02), foreach=False)
+
+
 class Noisy(Decaying):
     """Random numbers within `whole`: the learner's own, or those of all learners while these step together."""
 
@@ -136,7 +143,7 @@ def trained(module: Module, strategy: Strategy, devices: int, **options: Any) ->
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("make", [Reads, Assigns, Scales, Noisy, Appends])
+@pytest.mark.parametrize("make", [Reads, Assigns, Scales, InTensors, Noisy, Appends])
 def test_learners_of_one_rank_are_those_of_two(make: Callable[[], Module], name: str) -> None:
     runs = (trained(make(), STRATEGIES[name](), devices, callbacks=[Every()]) for devices in (1, 2))
     alone, together = runs

@@ -81,6 +81,10 @@ class Net(Module):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.habit == "hooks":
             self.log("noise", torch.rand(()))
+        if self.habit == "rates in tensors":
+            for group in self.optimizers().param_groups:
+                group["lr"] *= 0.9
+                group["betas"][0] *= 0.9
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.habit == "hooks":
@@ -98,6 +102,9 @@ class Net(Module):
             return {"muon": torch.optim.Muon(matrices, lr=0.05), "sgd": torch.optim.SGD(others, lr=0.1)}
         if self.habit == "global norm":
             return Rule(self.parameters(), normalized)
+        if self.habit == "rates in tensors":
+            groups = [{"params": self.parameters(), "betas": [0.9, 0.99]}]
+            return torch.optim.AdamW(groups, lr=torch.tensor(1e-2), foreach=False)
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         if self.habit == "plateau":
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
@@ -164,6 +171,7 @@ CASES: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     "global norm": ("global norm", shuffled, {}),
     "hooks": ("hooks", lambda: DataLoader(TensorDataset(X[:58], Y[:58]), 4), {"gradient_clip_val": 0.3}),
     "buffers": ("buffers", shuffled, {}),
+    "rates in tensors": ("rates in tensors", shuffled, {}),
     "averaged": ("", shuffled, {"callbacks": WeightAveraging}),
     "norms": ("", shuffled, {"callbacks": GradientNorm}),
     "growing windows": ("", shuffled, {"callbacks": lambda: GradientAccumulationScheduler({0: 1, 1: 2})}),
@@ -176,6 +184,7 @@ DAILY = [
     ("augmented", "pipeline"),
     ("muon", "fsdp"),
     ("buffers", "fsdp"),
+    ("rates in tensors", "ddp"),
 ]
 
 

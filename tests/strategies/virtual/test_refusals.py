@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -136,6 +138,72 @@ def test_steps_that_depend_on_the_shares_of_a_rank(step: Any, message: str) -> N
     with pytest.raises(RuntimeError, match=message):
         fit(module)
     assert torch.equal(module.layer.bias, before)
+
+
+class Slots:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def measure(module: Any, x: torch.Tensor) -> None:
+    module.kept["mean"].update(x.mean())
+
+
+def read(module: Any, x: torch.Tensor) -> None:
+    next(module.kept)
+
+
+def count_in_slots(module: Any, x: torch.Tensor) -> None:
+    module.kept.count += 1
+
+
+def note_on_trainer(module: Any, x: torch.Tensor) -> None:
+    module.trainer.mine = getattr(module.trainer, "mine", 0) + 1
+
+
+def note_on_optimizer(module: Any, x: torch.Tensor) -> None:
+    module.optimizers().mine = getattr(module.optimizers(), "mine", 0) + 1
+
+
+def set_buffer(module: Any, x: torch.Tensor) -> None:
+    module.register_buffer("mean", x.mean())
+
+
+@pytest.mark.parametrize(
+    ("kept", "step", "message"),
+    [
+        (lambda: {"mean": torchmetrics.MeanMetric()}, measure, "training_step changed kept"),
+        (itertools.count, read, "training_step changed kept"),
+        (lambda: iter(range(99)), read, "training_step changed kept"),
+        (lambda: (number for number in range(99)), read, "training_step changed kept"),
+        (lambda: iter(DataLoader(TensorDataset(torch.ones(99)))), read, "training_step changed kept"),
+        (Slots, count_in_slots, "training_step changed kept"),
+        (lambda: None, note_on_trainer, "training_step changed Trainer.mine"),
+        (lambda: None, note_on_optimizer, "training_step changed AutomaticOptimizer.mine"),
+        (lambda: None, set_buffer, "training_step set the buffer mean, which there was not"),
+    ],
+)
+def test_steps_that_keep_what_the_shares_of_a_rank_have_in_common(kept: Any, step: Any, message: str) -> None:
+    module = Toy(step)
+    module.kept = kept()
+    with pytest.raises(RuntimeError, match=message):
+        fit(module)
+
+
+class Damps(Toy):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for state in self.optimizers().state.values():
+            state["momentum_buffer"].mul_(0.5)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_optimizer_state_that_a_hook_of_each_share_would_change_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="a hook of a batch changed the state of an optimizer"):
+        fit(Damps())
 
 
 class CountsInAHook(Toy):
