@@ -152,7 +152,7 @@ class Shares:
         wrong = [key for key, value in _values(self._users).items() if _differ(self._values.get(key), value)]
         wrong += self._plain[1].changed(self._plain[0].now())
         remembered = self.state.end() if self._keeps_state else []
-        if changed := self._named(wrong) or remembered:
+        if changed := self._named(wrong) if wrong else remembered:
             raise RuntimeError(
                 f"training_step changed {shortened(changed)}, which would depend on how many shares or learners a rank "
                 "runs, or a hook of a batch did; use a registered buffer (those of share 0 hold), trainer.global_step "
