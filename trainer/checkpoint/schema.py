@@ -256,6 +256,7 @@ def _are_changes(value: Any) -> bool:
         and _is_dict(value.get("begun", {}), _is_object)
         and all(_is_list(value.get(name, []), _is_str) for name in ("replaced", "left", "caches", "elsewhere"))
         and _is_list(value.get("shared", []), lambda group: _is_list(group, _is_name))
+        and _is_list(value.get("gone", []), _is_name)
     )
 
 

@@ -20,7 +20,12 @@ def alike(states: list[dict[str, Any]]) -> dict[str, Any]:
     found = {"values": values, "lost": sorted(lost), "on_device": on_device, "begun": begun}
     left = [name for state in states for name in state.get("left", []) if name not in lost]
     caches = [*{name: None for state in states for name in state.get("caches", [])}]
-    return found | {"replaced": replaced, "left": left, "shared": groups, "caches": caches}
+    gone = [
+        each
+        for each in (states[0].get("gone", ()) if states else ())
+        if all(each in state.get("gone", ()) for state in states)
+    ]
+    return found | {"replaced": replaced, "left": left, "shared": groups, "caches": caches, "gone": gone}
 
 
 def completed(own: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:

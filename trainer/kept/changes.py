@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep.callbacks.base import Callback
+from lockstep.trainer.kept.gone import Gone, take_away
 from lockstep.trainer.kept.identity import Reference, in_state_dict, is_object, is_replaced, references, shared
 from lockstep.trainer.kept.owners import has_no_state, is_of_program, iterators, layers, objects, parts, shown
 from lockstep.trainer.kept.values import (
@@ -77,6 +78,7 @@ class Changes:
         self._at_start = self._marks()
         self._first: dict[str, Reference] = {}
         """The objects that attributes were then."""
+        self._gone = Gone()
         self._living: set[int] = set()
         """The ids of the references of which somebody has been found to hold the objects."""
         self._after_hooks: dict[str, Reference] = {}
@@ -103,6 +105,7 @@ class Changes:
         it each run makes again."""
         self._of_run = [*of_run]
         self._at_start = self._marks()
+        self._gone.note(self._at_start)
         self._first = references({path: found.owner for path, found in self._at_start.items()})
         for path, name in self._by_hook:
             if path in self._at_start:
@@ -138,6 +141,8 @@ class Changes:
             if path in owners:
                 take(owners[path], name, value, fresh=shown(path, name) in self._since.get("left", ()))
         self._join(owners, given)
+        self._gone.note(marks)
+        take_away(owners, [each for each in self._since.get("gone", ()) if (*each,) not in self._by_hook])
         return sorted(otherwise)
 
     def _giving_way(self, marks: Mapping[str, Marks]) -> Iterator[tuple[str, str, Any]]:
@@ -205,21 +210,15 @@ class Changes:
             path: found for path in self._begun if path not in apart and (found := self._since_begun(path, all_marks))
         }
         elsewhere = [shown(path, name) for path, owner in owners.items() for name in absent_caches(owner)]
-        if not (values or lost or begun or elsewhere):
+        gone = self._gone.names(owners)
+        if not (values or lost or begun or elsewhere or gone):
             return {}
         places = [(path, name) for path, own in values.items() if path in owners for name in own]
         now = {shown(path, name): fields(owners[path]).get(name) for path, name in places}
         caches = [shown(path, name) for path, name in places if name in caches_of(owners[path])]
-        replaced = self._replaced(self._first, now)
-        state = {"values": values, "lost": [*dict.fromkeys(lost)], "on_device": on_device, "begun": begun}
-        left = self._replaced(self._after_hooks, now)
-        return state | {
-            "replaced": replaced,
-            "left": left,
-            "shared": shared(values, owners),
-            "caches": caches,
-            "elsewhere": elsewhere,
-        }
+        state = {"values": values, "lost": [*dict.fromkeys(lost)], "on_device": on_device, "begun": begun, "gone": gone}
+        state |= {"replaced": self._replaced(self._first, now), "left": self._replaced(self._after_hooks, now)}
+        return state | {"shared": shared(values, owners), "caches": caches, "elsewhere": elsewhere}
 
     def held(self) -> dict[str, Reference]:
         """The objects that attributes are, where that can be known later."""

@@ -114,6 +114,17 @@ def put(owner: Any, name: str, value: Any) -> None:
         vars(owner)[name] = value
 
 
+def drop(owner: Any, name: str) -> None:
+    """Delete an attribute that is there, as `put` sets one."""
+    if name in caches_of(owner):
+        del owner._buffers[name]
+        vars(owner)[_CACHES].discard(name)
+    elif name in slots(type(owner)):
+        slots(type(owner))[name].__delete__(owner)
+    else:
+        del vars(owner)[name]
+
+
 def _is_data(value: Any) -> bool:
     kind = type(value)
     if kind in _PLAIN or isinstance(value, (np.generic, PurePath)):

@@ -17,6 +17,7 @@ from lockstep.strategies.modules.model_changes import renamed
 from lockstep.trainer.checkpoint import store
 from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError, WeightsOnlyError
 from lockstep.trainer.checkpoint.rank_state import kept_tensors, put_tensors
+from lockstep.trainer.kept.gone import Gone, take_away
 from lockstep.trainer.kept.identity import in_state_dict
 from lockstep.trainer.kept.owners import layers, shown
 from lockstep.trainer.kept.values import (
@@ -136,13 +137,16 @@ def _on_rank(
 ) -> dict[str, Any]:
     """What a started rank does; only rank 0's result is brought back."""
     continue_streams(random_streams)
-    returned, tensors = None, _tensors_of_layers(module)
+    returned, tensors, gone = None, _tensors_of_layers(module), Gone()
+    gone.note({path: (owner, own_data(owner)) for path, owner in _holders(run, module).items()})
     with attached(run, module, sources, stage, ckpt_path):
         if stage == "fit":
             fit.fit(run, module, sources)
         else:
             returned = evaluate.run_stage(run, module, sources, stage)
-    return _result(run, module, returned, tensors) if run.is_global_zero else {}
+    if not run.is_global_zero:
+        return {}
+    return _result(run, module, returned, tensors) | {"gone": gone.names(_holders(run, module))}
 
 
 def _owners(run: RunState) -> list[Any]:
@@ -150,6 +154,12 @@ def _owners(run: RunState) -> list[Any]:
     own = ("lockstep.callbacks.", "lockstep.trainer.")
     users = [item for item in run.callbacks if item.keeps_a_record or not type(item).__module__.startswith(own)]
     return users if run.datamodule is None else [run.datamodule, *users]
+
+
+def _holders(run: RunState, module: Module) -> dict[str, Any]:
+    """By name all from which user code may have deleted attributes on the ranks."""
+    beside = {f"beside.{i}": owner for i, owner in enumerate(_owners(run))}
+    return beside | {f"layers.{path}": layer for path, layer in layers(module)}
 
 
 def _tensors_of_layers(module: Module) -> dict[tuple[str, str], Mark]:
@@ -244,6 +254,7 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
     own_layers = dict(layers(module))
     for path in own_layers.keys() & result["layers"].keys():
         _take_layer(own_layers[path], result["layers"][path], result["caches"][path])
+    take_away(_holders(run, module), result["gone"])
     restore_trainability(module, result["trainability"])
     parameters = dict(module.named_parameters())
     for name in parameters.keys() & result["parameters"]:  # a run may have tied some
