@@ -57,7 +57,7 @@ class Server:
         self.used = False
         self.control, theirs = socket.socketpair()
         # First the folder that this very package came from, whatever the user's path holds under the same name.
-        path = [str(Path(__file__).absolute().parents[3]), *sys.path]
+        path = [str(Path(__file__).absolute().parents[3]), *(entry for entry in sys.path if isinstance(entry, str))]
         # Passes of the collector over modules while they are imported find next to nothing and take a fifth of the
         # time.
         code = (

@@ -53,6 +53,8 @@ _SETTLE_SECONDARY_S = (
 _TERMINATE_S = (
     2.0  # from SIGTERM to SIGKILL for what is left; with the line above everything is gone within 4 s of a failure
 )
+_held: list[int] | None = None
+"""Signals that wait for the end of `late_signals_held`."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to stop."""
 _HINTS: dict[int, str] = {
@@ -86,12 +88,13 @@ def launch(
     The exception of a rank is raised here as itself, its traceback there as the cause; a rank that was killed or just
     exited raises RankFailure. The other ranks then get SIGTERM and after 2 s SIGKILL, and so do processes that failed
     ranks have started. Called in the main thread, SIGINT, SIGTERM and SIGUSR1 are passed on to the ranks, which may
-    finish their way within `grace_s` seconds; a third signal kills them. Where a rank of `spare` is killed in a step,
-    one line names it and the others continue; if they then fail for want of it, its RankFailure is raised.
+    finish their way within `grace_s` seconds; a third signal kills them. One that comes once rank 0 has reported
+    reaches the program afterwards. Where a rank of `spare` is killed in a step, one line names it and the others
+    continue; if they then fail for want of it, its RankFailure is raised.
 
     Raises TypeError for what cannot be pickled or holds the `id()` of a parameter, ValueError for `num_ranks` out of 1
-    to 200, and within a context (autocast, a torch function mode) or with hooks on all modules, which ranks would not
-    have.
+    to 200, and within a context (autocast, a torch function mode, a default device) or with hooks on all modules, which
+    ranks would not have.
     """
     if not 1 <= num_ranks <= forkserver.MAX_RANKS:
         raise ValueError(
@@ -114,7 +117,26 @@ def launch(
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         ranks = _Ranks(server, num_ranks, folder, program, work, spare)
         stack.callback(ranks.close)
-        return ranks.supervise(grace_s)
+        result: T = ranks.supervise(grace_s)
+    if ranks.late and _held is not None:
+        _held.append(ranks.late[0])
+    elif ranks.late:
+        signal.raise_signal(ranks.late[0])
+    return result
+
+
+@contextmanager
+def late_signals_held() -> Iterator[None]:
+    """While it lasts, a signal that came after the work of ranks waits: it reaches the program at the end, when the
+    result is taken."""
+    global _held
+    before, _held = _held, []
+    try:
+        yield
+    finally:
+        held, _held = _held, before
+        for number in held:
+            signal.raise_signal(number)
 
 
 class _Ranks:
@@ -132,6 +154,7 @@ class _Ranks:
         self.failures: list[Failure] = []
         self.lost: list[Failure] = []  # ranks that the others do without
         self.passed_on: list[int] = []  # signals that the launcher got
+        self.late: list[int] = []  # those of them that came once rank 0 had reported
         self.requests: list[float] = []  # when: those close together once
         self.sent: list[int] = []  # signals to clean up
         self.stopped_since = math.inf  # the server, time.monotonic()
@@ -208,6 +231,8 @@ class _Ranks:
             if not self.passed_on or now - self.requests[-1] > SAME_S:
                 self.requests.append(now)
             self.passed_on.append(signum)
+            if 0 not in self.silent:
+                self.late.append(signum)
             self._send(signum)
             self.kill_at = now if len(self.requests) >= 3 else min(self.kill_at, now + grace_s)
 

@@ -17,6 +17,7 @@ import torch
 
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.checkpoint_state import unpack
+from lockstep.strategies.launch import launcher
 from lockstep.strategies.launch.failure import ends_well, shortened
 from lockstep.strategies.launch.phase import current_phase, set_phase
 from lockstep.strategies.launch.rng import kept_streams, take_first_streams
@@ -58,14 +59,15 @@ def noted(run: RunState, module: Module, stage: str, sources: Sources) -> Iterat
     }
     for parameter in module.parameters() if stage == "fit" else ():
         parameter.grad = None  # of code before it, or of a fit that failed: ranks that are started have none
-    try:
-        yield
-    except BaseException as error:
-        run.status = "interrupted"
-        if isinstance(error, KeyboardInterrupt):
-            end_in_one_line(error)
-        raise
-    run.status, run.final = "finished", stage == "fit" or run.final
+    with launcher.late_signals_held():
+        try:
+            yield
+        except BaseException as error:
+            run.status = "interrupted"
+            if isinstance(error, KeyboardInterrupt):
+                end_in_one_line(error)
+            raise
+        run.status, run.final = "finished", stage == "fit" or run.final
 
 
 class attached:

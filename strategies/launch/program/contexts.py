@@ -19,9 +19,15 @@ def refuse_contexts(where: str) -> None:
                 f"{where} do not compute within the torch.autocast({device!r}, {dtype}) that surrounds this call; give "
                 f"the Trainer precision={precision!r} instead"
             )
+    default = torch.get_default_device()
+    if default.type != "cpu":
+        raise ValueError(
+            f"{where} do not compute within the default device {default} of torch.set_default_device that surrounds "
+            "this call; set it back with torch.set_default_device(None), and give tensors device=self.device"
+        )
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     names = [type(mode).__name__ for mode in modes]
-    names = [name for name in names if name != "DeviceContext"]  # of torch.set_default_device
+    names = [name for name in names if name != "DeviceContext"]  # of the CPU
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         names.append("saved_tensors_hooks")
     if names:

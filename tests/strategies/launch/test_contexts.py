@@ -24,6 +24,7 @@ CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = 
     "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), "precision='bf16-mixed'"),
     "autocast to float16": (lambda: torch.autocast("cpu", torch.float16), "precision='16-mixed'"),
     "function mode": (Doubling, "do not compute within the Doubling that surrounds"),
+    "default device": (lambda: torch.device("meta"), "torch.set_default_device(None)"),
     "saved tensors": (torch.autograd.graph.save_on_cpu, "do not compute within the saved_tensors_hooks"),
 }
 
@@ -57,3 +58,8 @@ def test_hooks_on_all_are_refused_before_ranks_start(register: Callable[..., Any
             launch(print, (), 2)
     finally:
         handle.remove()
+
+
+def test_the_cpu_may_be_the_default_device() -> None:
+    with torch.device("cpu"):
+        quiet(strategy="dp", devices=2, accelerator="cpu").fit(net(), loader())

@@ -5,12 +5,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from lockstep.strategies.launch.failure import RankFailure
-from lockstep.strategies.launch.launcher import launch
+from lockstep.strategies.launch.launcher import late_signals_held, launch
 from tests.strategies.launch.programs import Program, own_rank
 
 pytestmark = pytest.mark.ranks
@@ -143,3 +144,35 @@ def test_handlers_are_back_afterwards() -> None:
     before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
     launch(own_rank, (), 1)
     assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def work_and_linger(folder: Path) -> str:
+    """Reports at once; a thread of its own, such as an upload, keeps the rank for a while."""
+    threading.Thread(target=_upload, args=(folder / f"ready{own_rank()}",)).start()
+    return "done"
+
+
+def _upload(ready: Path) -> None:
+    time.sleep(1)  # by then the rank has reported
+    ready.touch()
+    time.sleep(30)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_signal_after_the_report_of_the_ranks_reaches_the_program(holds: bool, tmp_path: Path) -> None:
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: got.append(signum))
+
+    def send() -> None:
+        while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        threading.Thread(target=send).start()
+        with late_signals_held() if holds else nullcontext():
+            assert launch(work_and_linger, (tmp_path,), 2) == "done"
+            assert got == ([] if holds else [signal.SIGTERM])
+        assert got == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -247,3 +247,9 @@ def test_a_server_is_kept_where_torch_sets_the_folder_of_its_compiler(monkeypatc
     third = forkserver.take(2)
     third.close()
     assert third is not first
+
+
+def test_the_import_path_may_hold_other_entries_than_strings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # no string
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # another server
+    assert launch(own_rank, (), 1) == 0
