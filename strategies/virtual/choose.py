@@ -12,6 +12,9 @@ from lockstep.strategies.virtual.replicas import VirtualReplicas
 from lockstep.strategies.virtual.sharded import VirtualSharded
 from lockstep.strategies.virtual.step import VirtualStep
 
+_REPLACED = (SingleDevice, DDP, ShardedStrategy, Pipeline)
+"""Strategies that others stand for."""
+
 
 def virtual(strategy: Strategy, number: int) -> Strategy:
     """The strategy, to be configured, whose numbers are bit for bit those of `number` ranks on any number of them.
@@ -32,6 +35,13 @@ def virtual(strategy: Strategy, number: int) -> Strategy:
     if isinstance(strategy, VirtualStep):
         strategy.virtual_ranks = number
         return strategy
+    kind = type(strategy)
+    if isinstance(strategy, _REPLACED) and not kind.__module__.startswith("lockstep."):
+        raise ValueError(
+            f"virtual_ranks={number} takes a strategy of its own in the place of {kind.__base__.__name__}, "
+            f"without what {kind.__name__} adds to it; give strategy={kind.__base__.__name__}(…), remove "
+            "virtual_ranks, or derive the class from VirtualStep"
+        )
     if isinstance(strategy, SingleDevice):
         return VirtualReplicas(number, activation_checkpointing=strategy.activation_checkpointing, on_one_device=True)
     if isinstance(strategy, DDP):

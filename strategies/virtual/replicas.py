@@ -42,7 +42,7 @@ class VirtualReplicas(VirtualStep):
         self._kept: list[list[Tensor | None]] = []
         """The gradients of shares, if they are compressed: they stay apart until it is known what all count."""
         if on_one_device:
-            self.single_process, self.max_devices = True, 1
+            self.single_process, self.max_devices, self.stays_on_one_rank = True, 1, False
 
     def setup(self) -> Topology:
         super().setup()

@@ -36,6 +36,16 @@ class Toy(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Halving(DDP):
+    """A strategy of the user's, with a rule of its own for gradients."""
+
+    def finish_gradients(self, wrapped: nn.Module) -> None:
+        super().finish_gradients(wrapped)
+        for parameter in wrapped.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
 def fit(module: Module, loader: Any = None, **options: Any) -> Trainer:
     settings = {"strategy": "single", "devices": 1, "virtual_ranks": 2, "max_epochs": 1, "logger": False} | options
     trainer = Trainer(**settings, enable_progress_bar=False, enable_checkpointing=False, accelerator="cpu")
@@ -62,6 +72,8 @@ def fit(module: Module, loader: Any = None, **options: Any) -> Trainer:
         ({"strategy": DDP(broadcast_buffers=False), "devices": 2}, "cannot be used with broadcast_buffers=False"),
         ({"strategy": FSDP(find_unused_parameters=True), "devices": 2}, "find_unused_parameters=True"),
         ({"strategy": FSDP(sync_every_micro_batch=True), "devices": 2}, "sync_every_micro_batch=True"),
+        ({"devices": 2, "strategy": "single"}, "strategy='single' runs on one device, but devices=2"),
+        ({"strategy": Halving(), "devices": 2}, "without what Halving adds to it; give strategy=DDP"),
         ({"precision": "16-mixed"}, "precision='16-mixed' scales losses"),
         ({"strategy": "fsdp", "devices": 2, "compile": True}, "compile=True"),
     ],
