@@ -36,11 +36,12 @@ def virtual(strategy: Strategy, number: int) -> Strategy:
         strategy.virtual_ranks = number
         return strategy
     kind = type(strategy)
-    if isinstance(strategy, _REPLACED) and not kind.__module__.startswith("lockstep."):
+    ours = next(cls for cls in kind.__mro__ if cls.__module__.startswith("lockstep."))
+    if isinstance(strategy, _REPLACED) and kind is not ours:
         raise ValueError(
-            f"virtual_ranks={number} takes a strategy of its own in the place of {kind.__base__.__name__}, "
-            f"without what {kind.__name__} adds to it; give strategy={kind.__base__.__name__}(…), remove "
-            "virtual_ranks, or derive the class from VirtualStep"
+            f"virtual_ranks={number} takes a strategy of its own in the place of {ours.__name__}, without what "
+            f"{kind.__name__} adds to it; give strategy={ours.__name__}(…), remove virtual_ranks, or derive the class "
+            "from VirtualStep"
         )
     if isinstance(strategy, SingleDevice):
         return VirtualReplicas(number, activation_checkpointing=strategy.activation_checkpointing, on_one_device=True)

@@ -116,11 +116,12 @@ def put(owner: Any, name: str, value: Any) -> None:
 
 def drop(owner: Any, name: str) -> None:
     """Delete an attribute that is there, as `put` sets one."""
+    kind: Any = type(owner)
     if name in caches_of(owner):
         del owner._buffers[name]
         vars(owner)[_CACHES].discard(name)
-    elif name in slots(type(owner)):
-        slots(type(owner))[name].__delete__(owner)
+    elif name in slots(kind):
+        slots(kind)[name].__delete__(owner)
     else:
         del vars(owner)[name]
 
