@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from functools import partial
-from itertools import islice
-from types import CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from lockstep.strategies.data.permutation import mix
-from lockstep.strategies.launch.program.functions import named_by
 
 
 class Randomness:
@@ -112,75 +106,3 @@ def seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-
-
-_MANY, _MOST = 256, 20_000
-_OTHERS = frozenset({"torch", "numpy", "lockstep", "builtins", "collections", "functools", "random"})
-"""Packages whose functions and classes are not read."""
-_LEAVES = (torch.Tensor, np.ndarray, str, bytes, int, float, complex, type(None), CodeType)
-
-
-def has_generator(value: Any) -> bool:
-    """Whether a function or an object of the user's may draw from a random generator of its own: one that it, what it
-    calls or what it holds has as a variable, an attribute, a default or an item. Also if it holds too much to search
-    or cannot be read."""
-    try:
-        return _has_generator(value)
-    except Exception:  # attributes of lazy objects
-        return True
-
-
-def _has_generator(value: Any) -> bool:
-    kinds = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
-    shared = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
-    seen: dict[int, Any] = {}
-    found = deque([value])  # objects are kept, so that no other one gets their id
-    while found:
-        now = found.popleft()
-        if id(now) in seen or id(now) in shared or isinstance(now, _LEAVES):
-            continue
-        if isinstance(now, kinds) or len(seen) > _MOST:
-            return True
-        seen[id(now)] = now
-        found.extend(_held_by(now))
-    return False
-
-
-def _held_by(value: Any) -> list[Any]:
-    if isinstance(value, FunctionType):
-        return _held_by_function(value)
-    if isinstance(value, MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, ModuleType):
-        return []
-    if isinstance(value, staticmethod | classmethod | property):
-        return [value.fget if isinstance(value, property) else value.__func__]
-    if isinstance(value, type):
-        return [] if _is_other(value.__module__) else [*vars(value).values()]
-    held = [getattr(value, "__self__", None), *type(value).__mro__]
-    if isinstance(value, partial):
-        held += [value.func, value.args, value.keywords]
-    if isinstance(value, dict):
-        held += islice(dict.values(value), _MANY)
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        held += islice(value, _MANY)
-    slots = {name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))}
-    for name in ("__dict__", *sorted(slots)):
-        with suppress(AttributeError):
-            held.append(object.__getattribute__(value, name))
-    return held
-
-
-def _names(slots: Any) -> Iterable[str]:
-    return [slots] if isinstance(slots, str) else [*slots]
-
-
-def _is_other(module: Any) -> bool:
-    return str(module).partition(".")[0] in _OTHERS
-
-
-def _held_by_function(function: FunctionType) -> list[Any]:
-    held = [getattr(function, "__wrapped__", None)]
-    if _is_other(function.__globals__.get("__name__")):
-        return held
-    return [*held, *named_by(function), function.__defaults__, function.__kwdefaults__, vars(function)]

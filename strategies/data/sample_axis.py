@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import operator
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from types import MethodType
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.data.batch_rows import refuse_derived
-from lockstep.strategies.data.randomness import has_generator
+from lockstep.strategies.launch.program.reach import can_be_tried, kept_state
 from lockstep.strategies.launch.rng import kept_streams
 
 _WHOLE = (str, bytes, bool, int, float, complex, type(None))
@@ -124,7 +122,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 class _Collate:
     def __init__(self, collate_fn: Callable[[Any], Any], shown: Shown) -> None:
         self._collate_fn, self._shown = collate_fn, shown
-        self._trials = 0 if shown.is_taught or has_generator(collate_fn) else 2
+        self._trials = 2 if not shown.is_taught and can_be_tried(collate_fn) else 0
 
     def __call__(self, samples: Any) -> Any:
         if self._trials == 2 and self._shown.is_taught:  # in another worker, or in an earlier epoch
@@ -134,25 +132,14 @@ class _Collate:
         self._trials -= 1
         k = len(samples) - 1
         try:
-            with kept_streams():
-                again = _repeatable(self._collate_fn)
+            with kept_streams(), kept_state(self._collate_fn):
                 kept = copy.deepcopy(samples)  # which a collate function may change
-                parts = again(kept[:k]), again(kept[k:])
+                parts = self._collate_fn(kept[:k]), self._collate_fn(kept[k:])
         except Exception:  # some cannot make a batch of one sample, or be copied
             return self._collate_fn(samples)
         batch = self._collate_fn(samples)
         self._shown.learn(batch, len(samples), parts, k)
         return batch
-
-
-def _repeatable(collate_fn: Any) -> Any:
-    """`collate_fn` so that a call changes no attribute of the object that it belongs to."""
-    if isinstance(collate_fn, functools.partial):
-        return functools.partial(_repeatable(collate_fn.func), *collate_fn.args, **collate_fn.keywords)
-    owner = getattr(collate_fn, "__self__", collate_fn)
-    if owner is collate_fn:
-        return collate_fn if hasattr(collate_fn, "__code__") else copy.copy(collate_fn)
-    return MethodType(collate_fn.__func__, copy.copy(owner))
 
 
 def sized(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -306,7 +293,7 @@ class SampleCutter:
             return [value] * len(sizes)
         if isinstance(value, Tensor | np.ndarray):
             if not value.ndim or self._shown.of(path, value) == WHOLE:
-                return [value] * len(sizes)
+                return [value, *(value.clone() if isinstance(value, Tensor) else value.copy() for _ in sizes[1:])]
             self._check_first(value, path, num_samples)
             if self._shown.of(path, value) is None:
                 self._repeated.see(path, value)
@@ -396,4 +383,6 @@ def _signature(value: Any) -> Any:
 
 def _ranges(value: Any, sizes: list[int]) -> list[Any]:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [value[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    found = [value[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    # with versions of their own: changing one changes no rows of another
+    return [part.data for part in found] if isinstance(value, Tensor) and not value.requires_grad else found

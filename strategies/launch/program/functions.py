@@ -24,9 +24,10 @@ def variables_of(function: FunctionType) -> Iterator[tuple[str, CellType, Any]]:
 
 
 def named_by(function: FunctionType) -> Iterator[Any]:
-    """The variables of its closure, the globals that it names, and what it may name of modules among these."""
+    """The variables of its closure, the globals that it names, and what it may name of modules among these;
+    nothing that pytest has put into an assertion."""
     yield from (value for _, _, value in variables_of(function))
-    names = sorted({name for code in codes_of(function) for name in code.co_names})
+    names = sorted({name for code in codes_of(function) for name in code.co_names if name.isidentifier()})
     found = [function.__globals__[name] for name in names if name in function.__globals__]
     yield from found
     modules = [value for value in found if isinstance(value, ModuleType)]

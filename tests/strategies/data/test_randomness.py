@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from lockstep.strategies.data.randomness import has_generator
+from lockstep.strategies.launch.program.reach import can_be_tried
 
 RNG = np.random.default_rng(0)
 
@@ -145,9 +145,9 @@ def nested(depth: int) -> Any:
     ],
 )
 def test_a_generator_of_the_users_is_found(function: Any, has_one: bool) -> None:
-    assert has_generator(function) is has_one
+    assert can_be_tried(function) is not has_one
 
 
 @pytest.mark.unit
 def test_what_holds_too_much_to_tell_may_have_one() -> None:
-    assert has_generator([[object() for _ in range(200)] for _ in range(200)])
+    assert not can_be_tried([[object() for _ in range(200)] for _ in range(200)])
