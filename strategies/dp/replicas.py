@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lockstep.strategies.data.batch_slices import tensors_of
-from lockstep.strategies.modules.absent import Refusing
+from lockstep.strategies.dp.attributes import MISSING, Copies, is_same, joined
 from lockstep.strategies.modules.blocks import holds_states
 from lockstep.strategies.modules.parameter_hooks import copy_attributes
-from lockstep.strategies.sync.contents import generators
+from lockstep.strategies.sync.contents import generators, sum_of_bits
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -27,14 +26,13 @@ _HOOKS = (
 
 
 def replica(model: nn.Module, device: torch.device) -> nn.Module:
-    """A structural copy on `device` with parameters, gradients, buffers, lists and dicts of its own; other objects are
-    shared.
+    """A structural copy on `device` with parameters, gradients, buffers and attributes of its own; what `Copies` does
+    not copy is shared.
 
     What a step changes in place, such as a target network or a counter, it so changes once in each replica, from the
     same values.
     """
-    aliases: dict[int, nn.Parameter] = {}
-    copies: dict[int, nn.Module] = {}
+    copies = Copies(device)
     for module in model.modules():
         if hasattr(module, "merge_state"):  # a torchmetrics object: counts by itself, merged afterwards
             copied = copy.deepcopy(module)
@@ -43,24 +41,26 @@ def replica(model: nn.Module, device: torch.device) -> nn.Module:
         else:
             copied = module._replicate_for_data_parallel()
             vars(copied)["replica_device"] = device  # what `Module.device` answers in its thread
-        copies[id(module)] = copied
+        copies.add(module, copied)
     for module in model.modules():
-        copied = copies[id(module)]
+        copied = copies.of(module)
         if hasattr(module, "merge_state"):
             continue
         for name, child in module._modules.items():
-            copied._modules[name] = None if child is None else copies[id(child)]
+            copied._modules[name] = copies.of(child)
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in aliases:
-                aliases[id(parameter)] = nn.Parameter(_copy(parameter, device), requires_grad=parameter.requires_grad)
-                copy_attributes(parameter, aliases[id(parameter)])
-            copied._parameters[name] = None if parameter is None else aliases[id(parameter)]
+            if parameter is not None and parameter not in copies:
+                own = nn.Parameter(_copy(parameter, device), requires_grad=parameter.requires_grad)
+                copy_attributes(parameter, copies.add(parameter, own))
+            copied._parameters[name] = copies.of(parameter)
         for name, buffer in module._buffers.items():
-            copied._buffers[name] = None if buffer is None else _copy(buffer, device)
-        if isinstance(module, nn.RNNBase):  # whose forward reads its weights from a list
-            vars(copied)["_flat_weights"] = [getattr(copied, name, None) for name in module._flat_weights_names]
-    own_state(model, copies)
-    return copies[id(model)]
+            if buffer is not None and buffer not in copies:
+                copies.add(buffer, _copy(buffer, device))
+            copied._buffers[name] = copies.of(buffer)
+    for module in model.modules():
+        if not hasattr(module, "merge_state"):
+            own_state(module, copies)
+    return copies.of(model)
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
@@ -80,20 +80,16 @@ def refuse_returned(output: Any, parameters: list[nn.Parameter]) -> None:
         )
 
 
-def own_state(model: nn.Module, copies: Mapping[int, nn.Module]) -> None:
-    """Give the copies of a model's modules lists, dicts and hooks of their own."""
-    for module in model.modules():
-        copied = copies[id(module)]
-        if hasattr(module, "merge_state"):
-            continue
-        for key, value in vars(module).items():
-            if _is_state(key) and type(value) in _CONTAINERS:
-                vars(copied)[key] = _copied(value)
-        for kind in _HOOKS:
-            hooks = getattr(module, kind, None)
-            if hooks:
-                bound = type(hooks)((key, _rebound(hook, copies)) for key, hook in hooks.items())
-                vars(copied)[kind] = bound
+def own_state(module: nn.Module, copies: Copies) -> None:
+    """Give the copy of a module attributes and hooks of its own."""
+    held = vars(copies.of(module))
+    for key, value in vars(module).items():
+        if _is_state(key):
+            held[key] = copies.of(value)
+    for kind in _HOOKS:
+        hooks = getattr(module, kind, None)
+        if hooks:
+            held[kind] = type(hooks)((key, copies.of(hook)) for key, hook in hooks.items())
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -122,56 +118,45 @@ def _remembers(hook: Any) -> bool:
     )
 
 
-def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
-    """A method of a module as the method of its copy."""
-    owner = getattr(hook, "__self__", None)
-    return hook.__func__.__get__(copies[id(owner)]) if id(owner) in copies else hook
-
-
 def join_state(model: nn.Module, others: list[nn.Module]) -> None:
-    """After a step, let what replicas remember differently be nobody's: reading it raises RuntimeError.
+    """After a step, let what replicas remember differently be nobody's: using it raises RuntimeError.
 
-    Raises RuntimeError for a buffer that they changed differently, but for the statistics of normalization layers.
+    Raises RuntimeError for a parameter or buffer that they changed differently, but for the statistics of normalization
+    layers.
     """
+    _refuse_differing(model, others)
     for (name, module), *copies in zip(model.named_modules(), *(other.modules() for other in others), strict=True):
         if hasattr(module, "merge_state"):
             continue
         if not isinstance(module, nn.modules.batchnorm._NormBase):
             for key, buffer in module._buffers.items():
-                if any(not _same(buffer, copied._buffers.get(key)) for copied in copies):
-                    raise RuntimeError(
-                        f"training_step changed the buffer {name + '.' if name else ''}{key} by the samples of a "
-                        "slice, and strategy 'dp' runs it "
-                        "on slices; change it in on_train_batch_end, or use strategy='single'"
-                    )
+                if any(not is_same(buffer, copied._buffers.get(key)) for copied in copies):
+                    raise _differs("buffer", f"{name}.{key}".lstrip("."))
         if type(module).__module__.startswith("torch.nn."):
             continue
         prefix = name + "." if name else ""
         for key in [key for key in vars(module) if _is_state(key)]:
-            found = [vars(copied).get(key, _MISSING) for copied in copies]
-            vars(module)[key] = _joined(vars(module)[key], found, prefix + key)
+            found = [vars(copied).get(key, MISSING) for copied in copies]
+            vars(module)[key] = joined(vars(module)[key], found, prefix + key)
 
 
-def _joined(value: Any, others: list[Any], name: str) -> Any:
-    """`value` if it is that of all replicas, with what differs in lists and dicts replaced in place, else what refuses
-    any use."""
-    if all(_same(value, other) for other in others):
-        return value
-    alike = all(type(value) is type(other) for other in others)
-    if alike and type(value) is dict and all(list(value) == list(other) for other in others):
-        value.update((key, _joined(item, [other[key] for other in others], name)) for key, item in value.items())
-        return value
-    if alike and type(value) is list and all(len(value) == len(other) for other in others):
-        value[:] = [_joined(item, [other[i] for other in others], name) for i, item in enumerate(value)]
-        return value
-    return Refusing(
-        f"{name} was set by training_step, which strategy 'dp' runs on slices of a batch, so there is one for each "
-        "slice and none of the batch; return it from training_step or log it, or use strategy='single' or 'ddp'"
+def _refuse_differing(model: nn.Module, others: list[nn.Module]) -> None:
+    """Raise RuntimeError for a parameter whose bits differ in a replica. Waits for the devices."""
+    names, own, *theirs = (
+        [name for name, _ in model.named_parameters()],
+        *([sum_of_bits(parameter) for parameter in parameters_of(each)] for each in (model, *others)),
     )
+    for sums in theirs if names else ():
+        for name, one, other in zip(names, torch.stack(own).tolist(), torch.stack(sums).tolist(), strict=True):
+            if one != other:
+                raise _differs("parameter", name)
 
 
-_MISSING = object()
-_CONTAINERS = (list, dict, set, deque)
+def _differs(kind: str, name: str) -> RuntimeError:
+    return RuntimeError(
+        f"training_step changed the {kind} {name} by the samples of a slice, and strategy 'dp' runs it on slices; "
+        "change it in on_train_batch_end, or use strategy='single'"
+    )
 
 
 def _is_state(key: str) -> bool:
@@ -188,38 +173,6 @@ def _is_state(key: str) -> bool:
         )
         and "hooks" not in key
     )
-
-
-def _copied(value: Any) -> Any:
-    """Lists and dicts again, with what they hold shared."""
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    if type(value) is list:
-        return [_copied(item) for item in value]
-    return copy.copy(value) if type(value) in _CONTAINERS else value
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return (
-            one.shape == other.shape
-            and one.dtype == other.dtype
-            and torch.equal(one.detach().to(other.device), other.detach())
-        )
-    if type(one) is dict:
-        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
-    if type(one) in (list, tuple, deque):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, nn.Module):  # its own attributes are compared where it is a submodule
-        return True
-    try:
-        return bool(one == other)
-    except Exception:
-        return False
 
 
 def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -150,6 +150,8 @@ class DataParallel(SPMDStrategy):
         self._cutter = self._cutter or SampleCutter()
         count, weighted, last = 0.0, 0.0, len(window.micro_batches) - 1
         for number, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
+            if not micro_batch.num_samples:  # a collate function has kept none
+                continue
             slices = self._cutter.cut(micro_batch.batch, micro_batch.num_samples, self.num_devices)
             replicas = [wrapped, *(replica(wrapped, self._device_of(i)) for i in range(1, len(slices)))]
             steps = [step_fn, *(rebind(step_fn, wrapped, other) for other in replicas[1:])]

@@ -24,8 +24,11 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     """The wrapped sum of the bits of what this rank holds of a tensor, which changes with them; on its device."""
     tensor = getattr(tensor, "_local_tensor", tensor).detach()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.contiguous().view(bits).sum(dtype=torch.int64)
+    flat, size = tensor.contiguous().view(-1), tensor.element_size()
+    if flat.nbytes % 8 == 0:  # whole words are summed several times as fast as smaller numbers
+        return (flat.clone() if flat.storage_offset() * size % 8 else flat).view(torch.int64).sum()
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[size]
+    return flat.view(bits).sum(dtype=torch.int64)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
