@@ -18,7 +18,7 @@ from lockstep.strategies.data.iterable_style import Streamed
 from lockstep.strategies.data.map_style import Indexed
 from lockstep.strategies.data.order import SamplerState
 from lockstep.strategies.data.permutation import mix
-from lockstep.strategies.data.randomness import Randomness
+from lockstep.strategies.data.randomness import EPOCHS, Randomness
 from lockstep.strategies.data.source import Factory, Piece, Share, Source, cannot_share
 from lockstep.strategies.data.workers import keep
 
@@ -236,7 +236,9 @@ class Combined(Source):
                         return
                     item = None, 0
                     if combined.mode == "max_size_cycle":
-                        running[name] = _numbered(self._sources[name], epoch + (cycles[name] << 32), unit, end, fetches)
+                        running[name] = _numbered(
+                            self._sources[name], epoch + cycles[name] * EPOCHS, unit, end, fetches
+                        )
                         item = next(running[name], None)
                         if item is None:
                             raise ValueError(

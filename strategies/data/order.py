@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from lockstep.strategies.data.fetchers import Once, escaped
 from lockstep.strategies.data.permutation import Permutation, mix
-from lockstep.strategies.data.randomness import Randomness, announce
+from lockstep.strategies.data.randomness import EPOCHS, Randomness, announce
 from lockstep.strategies.data.source import Share, length_of, name_of, parts_within
 
 READ_AHEAD, _READ_AHEAD_BATCHES = 1024, 32
@@ -221,7 +221,7 @@ class SampleOrder:
             with apart:
                 items = iter(self.sampler)
         except StopIteration as error:
-            raise escaped(error, f"beginning epoch {epoch} of {name_of(self.sampler)}") from error
+            raise escaped(error, f"beginning epoch {epoch % EPOCHS} of {name_of(self.sampler)}") from error
         while True:
             with apart:
                 read = list(islice(Once(items), ahead))
@@ -234,7 +234,7 @@ class SampleOrder:
         try:
             announce(self.sampler, self._share.seed, epoch)
         except StopIteration as error:
-            raise escaped(error, f"beginning epoch {epoch} of {name_of(self.sampler)}") from error
+            raise escaped(error, f"beginning epoch {epoch % EPOCHS} of {name_of(self.sampler)}") from error
 
 
 def _is(sampler: Any, kind: type) -> bool:

@@ -92,11 +92,16 @@ def drawn_from() -> tuple[bytes, Any, bytes, int, Gauss]:
     return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), key, position, _gauss()
 
 
+EPOCHS = 1 << 32
+"""Among several loaders, the later rounds of a shorter one in an epoch have its number plus multiples of this, so that
+they draw other random numbers."""
+
+
 def announce(iterated: Any, seed: int, epoch: int) -> None:
     """Tell the epoch to whatever of the user's decides an order, and seed the generators that it draws from."""
     for part in (iterated, getattr(iterated, "batch_sampler", None), getattr(iterated, "sampler", None)):
         if callable(set_epoch := getattr(part, "set_epoch", None)):
-            set_epoch(epoch)
+            set_epoch(epoch % EPOCHS)
         if isinstance(generator := getattr(part, "generator", None), torch.Generator):
             generator.manual_seed(mix(seed, epoch))
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -255,3 +256,28 @@ def test_errors_name_what_is_wrong() -> None:
         sharded(CombinedLoader([DataLoader(Numbers(4), 2)]), 0, 2, split=True)
     with pytest.raises(ValueError, match="the loader 1 yielded no batch in epoch 0"):
         list(sharded(CombinedLoader([DataLoader(Numbers(4), 2), DataLoader(Stream(0), 2)])).windows(0))
+
+
+class Announced(Numbers):
+    """A sampler whose order is of its epoch, as numpy seeds it, and of the global random numbers."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.epochs: list[int] = []
+        self.draws: list[float] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        self.draws.append(torch.rand(()).item())
+        return iter(np.random.RandomState(self.epochs[-1]).permutation(self.n).tolist())
+
+
+def test_a_sampler_is_given_the_same_epoch_in_each_round_and_other_random_numbers() -> None:
+    sampler = Announced(8)
+    loaders = {"long": DataLoader(Numbers(24), 4), "short": DataLoader(Numbers(8), 4, sampler=sampler)}
+    units = list(sharded(CombinedLoader(loaders)).windows(5))
+    assert len(units) == 6 and set(sampler.epochs) == {5}
+    # as a run draws that began before samplers were given the epoch alone
+    assert sampler.draws == pytest.approx([0.55395228, 0.02669084, 0.80752504])
