@@ -35,7 +35,7 @@ class Streamed(Source):
         self._iterable = iterable
         self._workers = None if loader is None else Workers(loader, share)
         self.shards_itself = self.counts_own = loader is not None and bool(getattr(iterable, "shards_itself", False))
-        batch_size = None if loader is None else loader.batch_size
+        batch_size = self.batch_size
         if share.split and share.size * share.accumulate > 1:
             if batch_size is None:
                 raise ValueError(f"split_batches needs batches that can be split, but {name} yields ready-made ones")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,21 +36,6 @@ class Permutation:
         self._keys = [
             np.uint64(mix(seed, epoch, index)) for index in range(_ROUNDS_SMALL if bits <= _SMALL_BITS else _ROUNDS)
         ]
-
-    def __len__(self) -> int:
-        return self._n
-
-    def __getitem__(self, index: int) -> int:
-        index = operator.index(index)
-        if not -self._n <= index < self._n:
-            raise IndexError(f"index {index} is outside a permutation of {self._n} elements")
-        return int(self.take(np.array([index % self._n]))[0])
-
-    def block(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The images of start, ..., stop - 1: int64 `[stop - start]`."""
-        if not 0 <= start <= stop <= self._n:
-            raise IndexError(f"block [{start}, {stop}) is outside a permutation of {self._n} elements")
-        return self.take(np.arange(start, stop))
 
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The images of `positions`, each in [0, n): int64 of the same shape `[k]`."""

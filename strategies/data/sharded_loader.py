@@ -383,6 +383,3 @@ def _positive(accumulate: int) -> int:
             f"accumulate is the number of micro-batches of a window and must be at least 1, but it is {accumulate}"
         )
     return accumulate
-
-
-__all__ = ["MicroBatch", "ShardedLoader", "Window"]

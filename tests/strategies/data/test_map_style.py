@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -149,7 +150,7 @@ def test_shuffling_is_the_permutation_of_seed_and_epoch() -> None:
             ]
         )
 
-    assert order(1, 5) == Permutation(40, 1, 5).block(0, 40).tolist()
+    assert order(1, 5) == Permutation(40, 1, 5).take(np.arange(40)).tolist()
     assert order(1, 5) == order(1, 5)
     assert len({tuple(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
 
@@ -160,7 +161,7 @@ def test_shuffle_can_be_forced() -> None:
         assert flat(samples_of(pieces_of(read(lambda: loader, 2, shuffle=False)))) == list(range(30))  # noqa: B023
         assert (
             flat(samples_of(pieces_of(read(lambda: loader, 2, shuffle=True))))  # noqa: B023
-            == Permutation(30, 3, 0).block(0, 30).tolist()
+            == Permutation(30, 3, 0).take(np.arange(30)).tolist()
         )
     with pytest.raises(ValueError, match="Uneven"):
         read(lambda: DataLoader(Numbers(5), batch_sampler=Uneven(5, 2)), 1, shuffle=True)
