@@ -25,6 +25,7 @@ from lockstep.strategies.data.sample_axis import (
     is_tensor,
     items_of,
     moves_itself,
+    named_items,
     parts_of,
     sized,
     with_items,
@@ -129,27 +130,23 @@ def has_rows(batch: Any, num_rows: int) -> bool:
     """Whether a tensor somewhere in `batch` has `num_rows` rows."""
     if isinstance(batch, Tensor | np.ndarray):
         return batch.ndim > 0 and len(batch) == num_rows
-    return any(has_rows(item, num_rows) for item in _items(batch))
+    return any(has_rows(item, num_rows) for item in items_of(batch))
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """The tensors that `batch` holds."""
-    return [batch] if isinstance(batch, Tensor) else [t for item in _items(batch) for t in tensors_of(item)]
+    return [batch] if isinstance(batch, Tensor) else [t for item in items_of(batch) for t in tensors_of(item)]
 
 
 def signature(batch: Any) -> Any:
     """What the shapes within a step follow from: types, and shapes and dtypes of tensors, to compare and to look up."""
     if isinstance(batch, Tensor | np.ndarray):
         return batch.shape, batch.dtype
-    items = _items(batch)
+    items = items_of(batch)
     if not items:
         return type(batch)
     keys = tuple(map(str, batch)) if isinstance(batch, Mapping) else ()
     return type(batch), keys, tuple(map(signature, items))
-
-
-def _items(batch: Any) -> list[Any]:
-    return [item for _, item in items_of(batch, "")]
 
 
 @dataclasses.dataclass
@@ -175,7 +172,7 @@ class _Part:
                 owner = type(batch).__name__
             elif self.num_rows:
                 refuse_derived(batch, parts_of(batch), path, self.num_rows, "give Pipeline(num_micro_batches=1)")
-        return with_items(batch, [self.of(item, at, owner) for at, item in items_of(batch, path)])
+        return with_items(batch, [self.of(item, at, owner) for at, item in named_items(batch, path)])
 
     def _tensor(self, batch: Any, path: str, owner: str) -> Any:
         if batch.ndim == 0 or not self.num_rows:
@@ -253,7 +250,7 @@ def move(
         return whole.to(device, data.dtype if dtype is None else dtype_of(data, dtype))
     moves = callable(getattr(batch, "to", None))
     if isinstance(batch, Mapping | list | tuple) or (is_container(batch) and not moves):
-        return with_items(batch, [move(item, device, dtype, copies, kept) for _, item in items_of(batch, "")])
+        return with_items(batch, [move(item, device, dtype, copies, kept) for item in items_of(batch)])
     if moves:
         moved = batch.to(device)
         return batch if moved is None else moved
@@ -312,12 +309,12 @@ class Replaced:
 
     def _held(self, value: Any) -> Any:
         """What is in containers, in lists of the same order."""
-        return value if self._is_leaf(value) else [self._held(item) for item in _items(value)]
+        return value if self._is_leaf(value) else [self._held(item) for item in items_of(value)]
 
     def _pairs(self, before: Any, made: Any) -> list[tuple[Any, Any]]:
         if type(before) is not list:
             return [(before, made)]
-        return [pair for one, other in zip(before, _items(made), strict=True) for pair in self._pairs(one, other)]
+        return [pair for one, other in zip(before, items_of(made), strict=True) for pair in self._pairs(one, other)]
 
 
 def _versions(value: Any) -> list[int]:

@@ -150,12 +150,21 @@ def sized(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         return
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         yield path, value
-    for at, item in items_of(value, path):
+    for at, item in named_items(value, path):
         yield from sized(item, at)
 
 
-def items_of(value: Any, path: str) -> list[tuple[str, Any]]:
-    """What a container holds, with its paths; nothing of a value that holds none."""
+def items_of(value: Any) -> list[Any]:
+    """What a container holds; nothing of a value that holds none."""
+    if isinstance(value, (list, tuple)):
+        return [*value]
+    if isinstance(value, Mapping):
+        return [*value.values()]
+    return [*parts_of(value).values()] if _has_parts(value) else []
+
+
+def named_items(value: Any, path: str) -> list[tuple[str, Any]]:
+    """What `items_of` gives, with paths, which take longer to make than the rest."""
     if isinstance(value, Mapping):
         return [(f"{path}[{key!r}]", item) for key, item in value.items()]
     if isinstance(value, list | tuple):
@@ -202,7 +211,7 @@ def with_tensors(value: Any, change: Callable[[Any], Any], is_leaf: Callable[[An
     """`value` with `change` of each tensor in it, in the same containers as far as they can be changed."""
     if is_leaf(value):
         return change(value)
-    held = [item for _, item in items_of(value, "")]
+    held = items_of(value)
     items = [with_tensors(item, change, is_leaf) for item in held]
     return value if all(map(operator.is_, items, held)) else with_items(value, items, in_place=True)
 
@@ -305,7 +314,7 @@ class SampleCutter:
         if not is_list and not is_mapping and dataclasses.is_dataclass(value):
             refuse_derived(value, parts_of(value), path, num_samples, "use strategy='ddp'")
         if is_list or is_mapping or dataclasses.is_dataclass(value):
-            cuts = [self._cut(item, at, num_samples, sizes) for at, item in items_of(value, path)]
+            cuts = [self._cut(item, at, num_samples, sizes) for at, item in named_items(value, path)]
             return [with_items(value, [cut[i] for cut in cuts]) for i in range(len(sizes))]
         raise ValueError(
             f"strategy 'dp' splits tensors, and lists, dicts and dataclasses of them, but {path} is of class "
