@@ -1,4 +1,5 @@
-"""Layers that are more than their weights: with hooks, which would see shards, or with a weight that is computed."""
+"""Layers that are more than their weights: with hooks, which would see shards, with a weight that is computed, or with
+a forward of their own."""
 
 from __future__ import annotations
 
@@ -23,11 +24,16 @@ def inside(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_altered(layer: nn.Module) -> bool:
-    """Whether a linear layer has hooks, or computes its weight: by a parametrization, or the hook of weight_norm or
-    prune."""
+    """Whether a linear layer has hooks or a forward set on it, or computes its weight: by a parametrization, or the
+    hook of weight_norm or prune."""
     if not is_linear(layer):
         return False
-    return has_hooks(layer) or is_computed(layer)
+    return has_hooks(layer) or is_computed(layer) or has_own_forward(layer)
+
+
+def has_own_forward(layer: nn.Module) -> bool:
+    """Whether a forward was set on the layer itself, which may compute something else than its class does."""
+    return "forward" in vars(layer)
 
 
 def is_computed(layer: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.strategies.mesh.tensor_plan.first_call import FirstCall, agree, kind_of
 from lockstep.strategies.mesh.tensor_plan.linear import in_features, is_linear
 from lockstep.strategies.mesh.tensor_plan.plan import Plan
-from lockstep.strategies.mesh.tensor_plan.styles import STYLES, Column, differentiable_twice, writable
+from lockstep.strategies.mesh.tensor_plan.styles import STYLES, Column, caller, differentiable_twice, writable
 from lockstep.strategies.modules.blocks import shared
 from lockstep.strategies.modules.side_effect_free import side_effect_free
 
@@ -61,7 +61,7 @@ def apply_plan(unit: nn.Module, prefix: str, mesh: DeviceMesh, plan: Plan) -> No
         for attribute, count in plan.heads[name].items():
             setattr(module, attribute, count)
     for name, _, module in inside(plan.dropouts):
-        module.forward = SlicedDropout(module, plan.dropouts[name], mesh)
+        module.forward = SlicedDropout(module, plan.dropouts[name], plan.within[module], mesh)
     for places in ties:
         _tie(places, prefix, unit)
     for name, module in zip(names, modules, strict=True):
@@ -91,8 +91,7 @@ def _torch_plan(unit: nn.Module, todo: dict[str, Any], plan: Plan) -> dict[str, 
             parent = name.rpartition(".")[0]
             if parent not in columns:
                 holder = unit.get_submodule(parent)
-                hands_on = holder if isinstance(holder, nn.Sequential) and not plan.is_given else None
-                columns[parent] = Column(plan.sequence, hands_on)
+                columns[parent] = Column(plan.sequence, plan.within.get(unit.get_submodule(name)))
                 holder.register_forward_hook(columns[parent].forget, always_call=holder not in plan.traced)
             torch_plan[name] = columns[parent]
         else:
@@ -146,19 +145,23 @@ class Guard:
 
 
 class SlicedDropout:
-    """Dropout of a cut activation: this rank's part of the noise that the whole activation would get, so that ranks do
-    not repeat it."""
+    """Dropout between the layers of a sequence: of a sharded activation this rank's part of the noise that the whole
+    would get, so that ranks do not repeat it. Whoever else calls the layer has a tensor of its own dropped out."""
 
-    def __init__(self, layer: nn.Module, width: int, mesh: DeviceMesh) -> None:
-        self._layer, self._width, self._rank = layer, width, mesh.get_local_rank()
+    def __init__(self, layer: nn.Module, width: int, within: nn.Sequential, mesh: DeviceMesh) -> None:
+        self._layer, self._width, self._within = layer, width, within
+        self._rank, self._size = mesh.get_local_rank(), mesh.size()
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self._layer.training or not self._layer.p:
-            return x
-        whole = nn.functional.dropout(x.new_ones(*x.shape[:-1], self._width), self._layer.p)  # type: ignore[arg-type]
-        if x.shape[-1] == self._width:  # called by itself
-            return x * whole
+        layer: Any = self._layer
+        is_shard = x.shape[-1] * self._size == self._width
+        if not layer.training or not layer.p or not is_shard or not self._is_called_within():
+            return nn.Dropout.forward(layer, x)
+        whole = nn.functional.dropout(x.new_ones(*x.shape[:-1], self._width), layer.p)
         return x * whole.narrow(-1, self._rank * x.shape[-1], x.shape[-1])
+
+    def _is_called_within(self) -> bool:
+        return torch.compiler.is_compiling() or caller(self._layer) is self._within
 
 
 def _is_cut(module: nn.Module) -> bool:

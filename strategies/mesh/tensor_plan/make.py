@@ -50,7 +50,11 @@ def make_plan(
             f"strategy tensor finds nothing to cut in {type(model).__name__}: no attention, pair of linear layers or "
             "linear layer; "
             "give strategy=TensorParallel(plan={...}) or define tensor_plan() in a module, or use another strategy"
-            + (f" (hooks or computed weights leave these whole: {shortened(plan.left)})" if plan.left else "")
+            + (
+                f" (hooks, computed weights or forwards of their own leave these whole: {shortened(plan.left)})"
+                if plan.left
+                else ""
+            )
         )
     if loss_parallel:
         _cut_classes(model, plan)

@@ -27,10 +27,13 @@ class Plan:
     """Attributes of modules that count heads, to be set to what one rank has."""
     dropouts: dict[str, int] = field(default_factory=dict)
     """Dropout layers on cut activations, and the width that is cut."""
+    within: dict[nn.Module, nn.Sequential] = field(default_factory=dict)
+    """The sequence that hands sharded activations on between its layers, by each that does otherwise if anything else
+    calls it: column-wise layers and Dropout."""
     between: list[str] = field(default_factory=list)
     """What runs on sharded activations besides these layers and what the checked modules hold."""
     left: list[str] = field(default_factory=list)
-    """Linear layers that stay whole, as they have hooks or a weight that something computes."""
+    """Linear layers that stay whole, as they have hooks, a forward of their own or a weight that something computes."""
     traced: set[nn.Module] = field(default_factory=set)
     """What lies within a compiled block: torch would take a graph for each of its hooks that is called after a failure
     as well."""

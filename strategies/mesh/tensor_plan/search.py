@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from lockstep.strategies.mesh.tensor_plan.altered import has_hooks, inside, is_altered
+from lockstep.strategies.mesh.tensor_plan.altered import has_hooks, has_own_forward, inside, is_altered
 from lockstep.strategies.mesh.tensor_plan.linear import in_features, is_plain, is_transposed, out_features
 from lockstep.strategies.mesh.tensor_plan.plan import Plan
 from lockstep.strategies.modules.blocks import shared
@@ -68,16 +69,19 @@ def find(model: nn.Module, size: int, plan: Plan) -> None:
     """The automatic plan."""
     tied = {id(module) for places in shared(model).values() for module, _ in places}
     named = {name: module for name, module in model.named_modules() if id(module) not in tied}
+    places = Counter(id(child) for module in model.modules() for child in module._modules.values())
+    alone = {key for key, count in places.items() if count == 1} - tied
+    """What is called as one layer of one module, and shares no parameter."""
     for name, module in named.items():
         dot = name + "." if name else ""
         linear = {
             child: layer
             for child, layer in module.named_children()
-            if is_plain(layer) and id(layer) not in tied and not is_altered(layer)
+            if is_plain(layer) and id(layer) in alone and not is_altered(layer)
         }
         plan.left += [dot + child for child, layer in module.named_children() if is_altered(layer)]
         if isinstance(module, nn.Sequential):
-            _find_pairs(dot, module, tied, plan)
+            _find_pairs(dot, module, alone, plan)
         elif not any(map(has_hooks, inside(module))):  # they may read what the layers of a group hand to each other
             taken = _find_attention(dot, module, linear, size, plan)
             _find_perceptron(dot, module, linear, taken, plan)
@@ -132,29 +136,31 @@ def _find_others(named: Mapping[str, nn.Module], size: int, plan: Plan) -> None:
             plan.styles[name] = next((style for style in order if sizes[style] % size == 0), order[0])
 
 
-def _find_pairs(dot: str, sequence: nn.Sequential, tied: set[int], plan: Plan) -> None:
+def _find_pairs(dot: str, sequence: nn.Sequential, alone: set[int], plan: Plan) -> None:
     """Linear layers of a sequence with nothing but elementwise layers between them."""
     first: tuple[str, nn.Linear] | None = None
     between: dict[str, nn.Module] = {}
-    layers = [*sequence._modules.items()]  # a layer that stands there twice is called twice
-    repeated = {id(layer) for i, (_, layer) in enumerate(layers) if any(layer is other for _, other in layers[:i])}
-    for child, layer in layers:
-        if layer is None or (id(layer) in repeated and not isinstance(layer, ELEMENTWISE)):
-            first = None
-        elif type(layer) is nn.Linear and id(layer) not in tied and not is_altered(layer):
+    for child, layer in sequence._modules.items():
+        if type(layer) is nn.Linear and id(layer) in alone and not is_altered(layer):
             if first is not None and first[1].out_features == layer.in_features:
                 plan.styles |= {dot + first[0]: "column", dot + child: "row"}
                 plan.between += between
-                dropouts = [name for name, inner in between.items() if isinstance(inner, nn.Dropout)]
+                dropouts = {name: inner for name, inner in between.items() if type(inner) is nn.Dropout}
                 plan.dropouts |= dict.fromkeys(dropouts, layer.in_features)
+                plan.within |= dict.fromkeys((first[1], *dropouts.values()), sequence)
                 first = None
             else:
                 first = (child, layer)
             between = {}
-        elif not isinstance(layer, ELEMENTWISE) or has_hooks(layer):
-            first = None
-        else:
+        elif layer is not None and _is_elementwise(layer) and (id(layer) in alone or type(layer) is not nn.Dropout):
             between[dot + child] = layer
+        else:
+            first = None
+
+
+def _is_elementwise(layer: nn.Module) -> bool:
+    """A subclass, or a forward set on the layer, may compute something else, and hooks would see shards."""
+    return type(layer) in ELEMENTWISE and not has_own_forward(layer) and not has_hooks(layer)
 
 
 def _heads(

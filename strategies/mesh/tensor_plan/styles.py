@@ -197,7 +197,7 @@ class Column(_Columns):
     def _prepare_output_fn(  # type: ignore[override]
         self, output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        if self._within is not None and not torch.compiler.is_compiling() and _caller(mod) is not self._within:
+        if self._within is not None and not torch.compiler.is_compiling() and caller(mod) is not self._within:
             self.forget()
             output_layouts = self.sequence.layouts() if self.sequence else (Replicate(),)
         return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
@@ -322,7 +322,7 @@ STYLES: dict[str, Callable[[SequenceSharding | None], ParallelStyle]] = {
 """What a plan may say of a layer."""
 
 
-def _caller(layer: nn.Module) -> Any:
+def caller(layer: nn.Module) -> Any:
     """The sequence whose forward has called a layer that runs now, or None."""
     frame = sys._getframe(1)
     while frame is not None and not (frame.f_code is _CALL and frame.f_locals.get("self") is layer):
