@@ -1,7 +1,7 @@
 """Applying the axes of a mesh to a model, and taking them off again.
 
-    ranks of one `tensor` group hold slices of layers       (torch's parallelize_module,
-    `strategies/mesh/tensor_plan/`) ranks along `fsdp` hold slices of every parameter       (torch's fully_shard)
+    ranks of one `tensor` group hold shards of layers       (torch's parallelize_module, `tensor_plan/` beside this)
+    ranks along `fsdp` hold shards of every parameter       (torch's fully_shard)
     ranks along `ddp` hold the same                         (torch's replicate, or fully_shard on both axes)
 
 Values come from the mesh's first rank, block by block, so that no rank but that one ever needs the whole model.
@@ -74,7 +74,6 @@ def apply_axes(
                 _shard(wrapped, unit, data_mesh, "fsdp" in data, options, compute_dtype, in_tree)
     if plan is not None and plan.sequence is not None:
         plan.sequence.watch(mesh["tensor"])
-        wrapped.sequence = plan.sequence
         for module in model.modules():
             if is_recomputed(module):
                 module.recompute_sequence = plan.sequence  # type: ignore[assignment]
@@ -88,6 +87,7 @@ def apply_axes(
             wrapped(lambda: None)  # torch finds the root by the first forward
         wrapped.close()
     if plan is not None:
+        wrapped.plan = plan
         wrapped.watched_hooks = watch_hooks(model, plan)
     wrapped.structure.seal()
     return wrapped

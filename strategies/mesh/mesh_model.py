@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.strategies.mesh import mixed_tensors
 from lockstep.strategies.mesh.structure import Structure, keep_containers
-from lockstep.strategies.mesh.tensor_plan.styles import SequenceSharding
+from lockstep.strategies.mesh.tensor_plan.plan import Plan
 from lockstep.strategies.mesh.unsharded_writes import (
     UnshardedWrites,
     has_gradient,
@@ -52,8 +52,8 @@ class MeshModel(nn.Module):
         """Parameters that the units leave whole; their gradients are summed over data ranks by hand."""
         self.watched_hooks: list[tuple[nn.Module, str, Any]] = []
         """Modules that take no hooks, with the attribute and what it held before."""
-        self.sequence: SequenceSharding | None = None
-        """Where activations are sharded along the sequence, if they are."""
+        self.plan: Plan | None = None
+        """What tensor parallelism shards, if there is any."""
         self.depth = 0
         """How many brackets are open."""
         self.manual = False
@@ -99,8 +99,8 @@ class MeshModel(nn.Module):
                 self.writes.write_back(self)
                 if not self.depth:
                     self.synchronize(self.synchronizes)
-            if self.sequence is not None:
-                self.sequence.close()
+            if self.plan is not None:
+                self.plan.end_forward()
         if self.order is not None and not self.depth:
             self.order.note(END_FORWARD)
         return output

@@ -35,7 +35,7 @@ class SyncedBatchNorm(nn.Module):
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         dims, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
         channels, number = x.shape[1], float(self.counts) * x.numel() / x.shape[1]
-        mean = wide.mean(dims)
+        mean = wide.mean(dims) if x.numel() else wide.sum(dims)  # without rows zeros, which do not count
         centered = wide - mean.view(shape)
         squares = centered.square().sum(dims) * float(self.counts)
         means, squares, numbers = _Gather.apply(torch.cat([mean, squares, wide.new_full((1,), number)])).split(

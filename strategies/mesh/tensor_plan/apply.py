@@ -92,6 +92,7 @@ def _torch_plan(unit: nn.Module, todo: dict[str, Any], plan: Plan) -> dict[str, 
             if parent not in columns:
                 holder = unit.get_submodule(parent)
                 columns[parent] = Column(plan.sequence, plan.within.get(unit.get_submodule(name)))
+                plan.columns.append(columns[parent])
                 holder.register_forward_hook(columns[parent].forget, always_call=holder not in plan.traced)
             torch_plan[name] = columns[parent]
         else:

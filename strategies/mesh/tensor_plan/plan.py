@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from lockstep.strategies.mesh.tensor_plan.styles import SequenceSharding
+from lockstep.strategies.mesh.tensor_plan.styles import Column, SequenceSharding
 
 
 @dataclass
@@ -34,6 +34,15 @@ class Plan:
     """What runs on sharded activations besides these layers and what the checked modules hold."""
     left: list[str] = field(default_factory=list)
     """Linear layers that stay whole, as they have hooks, a forward of their own or a weight that something computes."""
+    columns: list[Column] = field(default_factory=list)
+    """The styles of column-wise layers, once they are sharded."""
     traced: set[nn.Module] = field(default_factory=set)
     """What lies within a compiled block: torch would take a graph for each of its hooks that is called after a failure
     as well."""
+
+    def end_forward(self) -> None:
+        """The forward of a step is over, to its end or not."""
+        for column in self.columns:
+            column.forget()
+        if self.sequence is not None:
+            self.sequence.close()

@@ -143,28 +143,30 @@ class SequenceSharding:
         self._turn, self.on = 0, False
 
 
+def _apply_transposed(style: Any, module: nn.Module, mesh: DeviceMesh, dim: int, layouts: Any) -> nn.Module:
+    """Apply a style of torch to a layer that holds its weight transposed; `layouts` are those that its input gets."""
+    shard_transposed(module, mesh, dim)
+    inputs = functools.partial(style._prepare_input_fn, style.input_layouts, layouts)
+    outputs = functools.partial(style._prepare_output_fn, style.output_layouts, style.use_local_output)
+    return distribute_module(module, mesh, None, inputs, outputs)
+
+
 class _Columns(ColwiseParallel):
     """torch's style, also for layers that hold their weight transposed."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not is_transposed(module):
-            return super()._apply(module, device_mesh)
-        shard_transposed(module, device_mesh, 1)
-        inputs = functools.partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts)
-        outputs = functools.partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
-        return distribute_module(module, device_mesh, None, inputs, outputs)
+        if is_transposed(module):
+            return _apply_transposed(self, module, device_mesh, 1, self.desired_input_layouts)
+        return super()._apply(module, device_mesh)
 
 
 class _Rows(RowwiseParallel):
     """torch's style, also for layers that hold their weight transposed."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not is_transposed(module):
-            return super()._apply(module, device_mesh)
-        shard_transposed(module, device_mesh, 0)
-        inputs = functools.partial(self._prepare_input_fn, self.input_layouts, (Shard(-1),))
-        outputs = functools.partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
-        return distribute_module(module, device_mesh, None, inputs, outputs)
+        if is_transposed(module):
+            return _apply_transposed(self, module, device_mesh, 0, (Shard(-1),))
+        return super()._apply(module, device_mesh)
 
 
 class Column(_Columns):
@@ -177,7 +179,7 @@ class Column(_Columns):
     def __init__(self, sequence: SequenceSharding | None, within: nn.Sequential | None = None) -> None:
         super().__init__()
         self.sequence, self._within = sequence, within
-        self._given: tuple[Tensor, int] | None = None
+        self._given: tuple[Tensor, tuple[int, bool, bool]] | None = None
         self._whole: Any = None
 
     def _prepare_input_fn(  # type: ignore[override]
@@ -187,11 +189,12 @@ class Column(_Columns):
         gather = functools.partial(
             ColwiseParallel._prepare_input_fn, layouts, desired_input_layouts, mod, inputs, device_mesh
         )
-        if torch.compiler.is_compiling():
-            return gather()
         x = inputs[0]
-        if self._given is None or self._given[0] is not x or self._given[1] != x._version:
-            self._given, self._whole = (x, x._version), gather()
+        if torch.compiler.is_compiling() or x.is_inference():  # which has no version
+            return gather()
+        key = x._version, x.requires_grad, is_grad_enabled()
+        if self._given is None or self._given[0] is not x or self._given[1] != key:
+            self._given, self._whole = (x, key), gather()
         return self._whole
 
     def _prepare_output_fn(  # type: ignore[override]
@@ -203,7 +206,7 @@ class Column(_Columns):
         return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
 
     def forget(self, *_: Any) -> None:
-        """A forward hook of the module around the layers: keep nothing alive."""
+        """A forward hook of the module around the layers, and the end of a step's forward: keep nothing alive."""
         self._given = self._whole = None
 
 

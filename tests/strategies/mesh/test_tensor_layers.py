@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep import Module
+from lockstep.strategies import TensorParallel
 from tests.strategies.mesh.perceptrons import Perceptron, exact
 
 pytestmark = pytest.mark.ranks
@@ -144,3 +146,45 @@ OWN_FORWARDS = [Subclass, SubclassOfDropout, SetForward, SetForwardOfLinear]
 @pytest.mark.parametrize("makes", [SEVERAL_PLACES, OWN_FORWARDS], ids=["several places", "own forwards"])
 def test_layers_that_a_plan_could_mistake_compute_as_on_one_process(makes: list[Callable[[], Module]]) -> None:
     exact("tensor", 2, *makes)
+
+
+class Gate(Pair):
+    """Calls its layers with one tensor without a graph, and then with one."""
+
+    def __init__(self, inference: bool = False) -> None:
+        super().__init__(nn.Linear(16, 8))
+        self.inference = inference
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode() if self.inference else torch.no_grad():
+            gate = torch.sigmoid(super().forward(x.clone() if self.inference else x) + super().forward(x))
+        return gate.clone() * super().forward(x)
+
+
+class Gated(Layers):
+    def make(self) -> None:
+        self.wide = nn.Sequential(nn.Linear(8, 8), Gate(), Gate(inference=True))
+
+
+def test_what_was_gathered_without_a_graph_is_gathered_again_for_one() -> None:
+    exact("tensor", 2, Gated)
+
+
+class KeepsNothing(Layers):
+    """Calls sharded layers in no forward of a module, in whose end what they have gathered would be dropped."""
+
+    def make(self) -> None:
+        self.wide = Pair(nn.Linear(16, 8))
+        self.seen: Any = None
+
+    def body(self, x: Tensor) -> Tensor:
+        x = x * 2
+        self.seen = weakref.ref(x)
+        return self.wide.fc2(torch.tanh(self.wide.fc1(x)))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.seen() is None
+
+
+def test_what_was_gathered_is_dropped_after_the_step() -> None:
+    exact(TensorParallel(plan={"wide.fc1": "column", "wide.fc2": "row"}), 2, KeepsNothing)
