@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Module
+from lockstep import Loss, Module
 from lockstep.strategies import DDP
 from lockstep.strategies.sync import batch_norm
 from tests.trainer.toy import distance, quiet
@@ -117,3 +117,25 @@ def test_a_rank_without_a_loss_is_refused_before_the_others_wait_for_it() -> Non
         RuntimeError, match=r"training_step returned no loss, but sync_batchnorm=True .*Loss\(loss \* 0"
     ):
         trained(Skipping(), 16, strategy=DDP(sync_batchnorm=True, timeout_s=60), devices=2)
+
+
+class Filtering(Normed):
+    """Gives the layers only the samples with a positive target."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        chosen = batch[1] > 0
+        y = self.last(self.first(batch[0][chosen]))
+        return Loss((y.mean(1) - batch[1][chosen]).square().sum(), int(chosen.sum()))
+
+
+@pytest.mark.ranks
+def test_a_rank_may_give_a_layer_no_rows() -> None:
+    targets = torch.tensor([1.0] * 4 + [-1.0] * 4).repeat(2)  # these of the second rank
+    loader = DataLoader(TensorDataset(torch.randn(16, 2, 6, generator=torch.Generator().manual_seed(1)), targets), 8)
+    torch.manual_seed(0)
+    one = Filtering()
+    several = copy.deepcopy(one)
+    for module, options in ((one, {}), (several, {"strategy": DDP(sync_batchnorm=True), "devices": 2})):
+        trainer = quiet(precision="64-true", max_epochs=2, split_batches=True, seed=0, accelerator="cpu", **options)
+        trainer.fit(module, loader)
+    assert distance([*one.state_dict().values()], [*several.state_dict().values()]) < 1e-12
