@@ -20,7 +20,7 @@ from lockstep.strategies.hooks import SPMDHooks
 from lockstep.strategies.losses import OwnBackward, StandIn
 from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.casts import take_casts
-from lockstep.strategies.modules.model_changes import ModelChanges, late_hooks, replaced, shortened
+from lockstep.strategies.modules.model_changes import ModelChanges, late_hooks, replaced, shortened, written_gradient
 from lockstep.strategies.modules.parameter_hooks import ParameterHooks
 from lockstep.strategies.modules.user_edits import UserEdits
 from lockstep.strategies.precision import Precision
@@ -202,10 +202,7 @@ class ManualOptimization(UserChanges[W]):
         known = {id(p.grad) for p in self._watched}
         for name, parameter in () if self._changes is None else self._changes.in_step():
             if parameter.grad is not None and id(parameter.grad) not in known and local(parameter.grad).any():
-                raise RuntimeError(
-                    f"the step has written the gradient of {name}, which {self.name} makes whole only while it "
-                    "computes; call self.manual_backward(loss), which leaves gradients where they are stepped with"
-                )
+                raise written_gradient(name, self.name)
 
     def _own_backward(self) -> RuntimeError:
         return RuntimeError(

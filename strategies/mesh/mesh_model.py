@@ -193,6 +193,10 @@ class MeshModel(nn.Module):
         try:
             yield
             self.follow_flags()
+            for unit in self.units:
+                for group in param_groups(unit):
+                    self.writes.take_back(group)
+                    self.writes.take_written(group)
         finally:
             self.depth, self.manual = self.depth - 1, False
 
@@ -343,26 +347,20 @@ class MeshModel(nn.Module):
             id(unit): Lender(self, unit, {key for key, holder in owner.items() if holder is unit})
             for unit in self.units
         }
+        self.writes.lends = not any_compiled(self.model)
         for unit in self.units:
             if unit is not self:
                 keep_containers(unit, self._called)
                 # Between what torch does before and after the forward: gathers and frees.
                 unit.register_forward_pre_hook(lambda module, args: self.writes.look(module))
                 unit.register_forward_hook(lambda module, args, output: self.writes.write_back(module), prepend=True)
-        for unit in self.units:
             for group in param_groups(unit):
                 for parameter in group.fsdp_params:  # torch calls it once values were loaded or converted
                     parameter.reset_sharded_param = functools.partial(self._reset, parameter)
                     follow_casts(parameter.sharded_param, parameter.reset_sharded_param)
                     parameter.init_unsharded_param = functools.partial(init_unsharded, parameter)
-        if self.units:
-            for group in param_groups(self):
-                self.writes.follow(group, lambda: self.manual)
+                self.writes.follow(group, lambda: self.manual, is_root=unit is self)
         traced = within_compiled(self.model)
-        self.writes.lends = not any_compiled(self.model)
-        for unit in self.units:
-            for group in param_groups(unit):
-                self.writes.follow_gradients(group, lambda: self.manual)
         inside = {module for block in blocks.values() for module in block.modules()}
         for module in self.model.modules():
             if module in inside:

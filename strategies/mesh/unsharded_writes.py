@@ -11,11 +11,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 
 from lockstep.strategies.base import StepHooks
 from lockstep.strategies.data.batch_slices import tensors_of
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.modules.casts import follow_casts
+from lockstep.strategies.modules.model_changes import written_gradient
 from lockstep.strategies.modules.parameter_hooks import share_attributes
 from lockstep.strategies.sync.contents import checksum, same_values
 
@@ -66,17 +68,43 @@ class UnshardedWrites:
             if returned:
                 whole.grad = None
 
-    def follow_gradients(self, group: Any, is_manual: Callable[[], bool]) -> None:
-        """From now on lend the parameters of this group their gradients while they are whole in such a step."""
+    def take_written(self, group: Any) -> None:
+        """In a step of manual optimization, before whole parameters of a group are freed: bring gradients of zeros that
+        it has written to the shards, so that an optimizer steps with them. Raises RuntimeError for others."""
+        for parameter in _gatherable(group):
+            gradient = None if is_freed(parameter._unsharded_param) else parameter._unsharded_param.grad
+            if gradient is None or isinstance(gradient, DTensor):
+                continue
+            if gradient.any():
+                raise written_gradient(parameter._module_info.param_name, "FSDP")
+            if parameter.sharded_param.grad is None:
+                parameter.sharded_param.grad = torch.zeros_like(parameter.sharded_param)
+            parameter._unsharded_param.grad = None
+
+    def follow(self, group: Any, is_manual: Callable[[], bool], is_root: bool) -> None:
+        """From now on, in steps of manual optimization, lend the parameters of this group their gradients while they
+        are whole. Those of the root are whole between forwards: raise RuntimeError for a step that uses one once it is
+        freed, as torch gives it no value and no gradient, and what is set on it is lost."""
         to_sharded, to_unsharded, post_backward = group._to_sharded, group._to_unsharded, group.post_backward
 
         def free() -> None:
             self.take_back(group)
+            if is_manual() and not _in_backward():
+                self.take_written(group)
             to_sharded()
+            if is_root:
+                self._freed(group, is_manual())
 
         def gather() -> None:
+            if is_root:
+                for parameter in _gatherable(group):
+                    whole = parameter._unsharded_param
+                    if is_freed(whole):
+                        whole.__class__ = type(whole).__bases__[0]
             to_unsharded()
-            if is_manual() and torch._C._current_graph_task_id() == -1:  # a backward would add to them
+            if is_root:
+                self._whole_again(group, is_manual())
+            if is_manual() and not _in_backward():  # which would add to them
                 self.lend(group)
 
         def reduce(*args: Any) -> None:  # what a backward has left in whole parameters
@@ -87,33 +115,20 @@ class UnshardedWrites:
 
         group._to_sharded, group._to_unsharded, group.post_backward = free, gather, reduce
 
-    def follow(self, group: Any, is_manual: Callable[[], bool]) -> None:
-        """From now on raise RuntimeError for a step of manual optimization that uses a whole parameter of this group
-        once it is freed: torch gives it no value and no gradient, and what is set on it is lost."""
-        to_sharded, to_unsharded = group._to_sharded, group._to_unsharded
+    def _freed(self, group: Any, manual: bool) -> None:
+        for parameter in _gatherable(group):
+            self._gathered.pop(id(parameter), None)
+            whole = parameter._unsharded_param
+            if manual and not is_freed(whole):
+                whole.__class__ = _freed(type(whole))
 
-        def free() -> None:
-            to_sharded()
-            for parameter in _gatherable(group):
-                self._gathered.pop(id(parameter), None)
-                whole = parameter._unsharded_param
-                if is_manual() and not is_freed(whole):
-                    whole.__class__ = _freed(type(whole))
-
-        def gather() -> None:
-            for parameter in _gatherable(group):
-                whole = parameter._unsharded_param
-                if is_freed(whole):
-                    whole.__class__ = type(whole).__bases__[0]
-            to_unsharded()
-            for parameter in _gatherable(group):
-                if parameter.sharded_param.dtype != parameter.orig_dtype:
-                    raise _cast(parameter)
-                self._views.setdefault(id(parameter), parameter._unsharded_param.detach())
-                if is_manual():
-                    self._note(parameter)
-
-        group._to_sharded, group._to_unsharded = free, gather
+    def _whole_again(self, group: Any, manual: bool) -> None:
+        for parameter in _gatherable(group):
+            if parameter.sharded_param.dtype != parameter.orig_dtype:
+                raise _cast(parameter)
+            self._views.setdefault(id(parameter), parameter._unsharded_param.detach())
+            if manual:
+                self._note(parameter)
 
     def _note(self, parameter: Any) -> None:
         shard = _held(parameter.sharded_param).detach()
@@ -197,6 +212,10 @@ class UnshardedWrites:
 
 _FREED: dict[type, type] = {}
 """By the class of a parameter that of one of which nothing can be asked."""
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _cast(parameter: Any) -> RuntimeError:

@@ -292,6 +292,14 @@ def partial_gradient(why: str) -> RuntimeError:
     )
 
 
+def written_gradient(name: str, engine: str) -> RuntimeError:
+    """The refusal of a gradient that would be lost."""
+    return RuntimeError(
+        f"the step has written the gradient of {name}, which {engine} makes whole only while it computes; call "
+        "self.manual_backward(loss), which leaves gradients where they are stepped with"
+    )
+
+
 def replaced(names: Sequence[str], strategy: str) -> RuntimeError:
     """The error for parameters that user code put into a model, moved in it or took out of it during a run."""
     return RuntimeError(

@@ -96,3 +96,54 @@ def test_weights_set_to_other_values_on_each_rank_are_refused() -> None:
         RuntimeError, match="training_step changed the weights slow.0.bias to values that are not the same"
     ):
         fit("fsdp", 2, TargetOfBatch(), labeled())
+
+
+class Zeros(Blocks):
+    """Gives parameters gradients of zeros, of which an optimizer applies weight decay and momentum: before a backward,
+    after one, in a block, and in a step of which the next makes use."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(8, 4)
+        self.net[1].register_forward_pre_hook(self.in_block)
+        self.turn = 0
+
+    def in_block(self, block: nn.Module, args: Any) -> None:
+        if self.turn == 2:
+            self.set_zeros(block)
+
+    def set_zeros(self, module: nn.Module) -> None:
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.turn = batch_idx % 4
+        if self.turn in (0, 3):
+            self.set_zeros(self)
+        loss = super().training_step(batch, batch_idx)
+        if self.turn != 2:
+            self.manual_backward(loss)
+        if self.turn == 1:
+            self.set_zeros(self)
+        if self.turn < 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+class OnesLater(Zeros):
+    """The next step would add to the gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.unused.weight.grad = torch.ones_like(self.unused.weight)
+
+
+def test_gradients_of_zeros_are_those_of_one_process_and_others_are_refused() -> None:
+    exact("fsdp", 2, Zeros, n=40)
+    with pytest.raises(RuntimeError, match="the step has written the gradient of weight"):
+        fit("fsdp", 2, OnesLater(), labeled())
