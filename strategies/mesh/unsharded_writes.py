@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
 
 from lockstep.strategies.base import StepHooks
 from lockstep.strategies.data.batch_slices import tensors_of
@@ -73,7 +72,7 @@ class UnshardedWrites:
         it has written to the shards, so that an optimizer steps with them. Raises RuntimeError for others."""
         for parameter in _gatherable(group):
             gradient = None if is_freed(parameter._unsharded_param) else parameter._unsharded_param.grad
-            if gradient is None or isinstance(gradient, DTensor):
+            if gradient is None or _held(gradient) is not gradient:
                 continue
             if gradient.any():
                 raise written_gradient(parameter._module_info.param_name, "FSDP")
