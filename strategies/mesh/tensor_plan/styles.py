@@ -368,8 +368,7 @@ class _Writable(torch.autograd.Function):
 def differentiable_twice(module: nn.Module, args: Any) -> None:
     """A forward pre-hook of a sharded layer: let gradients of gradients reach what comes before it.
 
-    Where a gradient is to be summed over ranks, the backward of `DTensor.from_local` does so without a graph. Where a
-    graph is wanted (`create_graph=True`), it gets the gradient summed.
+    The backward of `DTensor.from_local` sums over ranks without a graph; where one is wanted, it is given the sum.
     """
     if torch.compiler.is_compiling():  # what is compiled has no second derivatives, and torch says so
         return
