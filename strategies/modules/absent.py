@@ -154,7 +154,7 @@ class Refusing:
 
 for _verb in (
     "add radd iadd sub rsub mul rmul truediv rtruediv pow matmul rmatmul neg lt le gt ge bool float int len iter "
-    "getitem setitem contains call array"
+    "getitem setitem contains call array eq ne"
 ).split():
     setattr(Refusing, f"__{_verb}__", Refusing._refuse)
 

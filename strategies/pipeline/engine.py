@@ -217,7 +217,12 @@ class Engines:
             scale = 1 / window.num_samples
             feeds = feeds_of(micro_batch, self._cutter, step_fn, scale, (*noise, i), hooks, before, tally)
             tally.outputs = []
+            wrapped.state.refuse_apart()
             with kept_streams(), wrapped.state.micro_batch([p.num_samples for feed in feeds for p in feed.parts]):
+                if wrapped.state.asks_whole:
+                    self.is_running = True  # until the parts have run
+                    with self._named_errors(), self._precision.autocast(wrapped.device), hooks.log_scope(0):
+                        wrapped.run_before(functools.partial(feeds[0].learn_whole, micro_batch))
                 for feed in feeds:
                     self._run(wrapped, feed)
             if not feeds and self._topology.data_size > 1:

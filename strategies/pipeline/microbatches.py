@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -76,6 +76,14 @@ class Feed:
             return self.step(index)
         finally:
             holder.batch = batch
+
+    def learn_whole(self, micro_batch: MicroBatch) -> None:
+        """`step` on a copy of a micro-batch that is not cut."""
+        whole = replace(self, parts=[Part(micro_batch.batch, micro_batch.num_samples)], shared=frozenset())
+        try:
+            whole.learn(0)
+        finally:
+            whole.check_written(1)
 
     def holder(self, index: int) -> Any:
         """What holds the batch that `step` gives to the user's step."""

@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.strategies.data.batch_slices import signature
 from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.modules.parameter_hooks import FORWARD, users_hooks
-from lockstep.strategies.pipeline.microbatch_state import attributes_of, containers_of, is_other
 from lockstep.strategies.pipeline.partition import Cut, advice
 from lockstep.strategies.pipeline.shapes.containers import Returned, containers, filled
 from lockstep.strategies.pipeline.shapes.fake_layers import FakeLayers
@@ -47,6 +46,7 @@ from lockstep.strategies.pipeline.stage_run import (
     quiet,
     refuse_capturing,
 )
+from lockstep.strategies.pipeline.state.found import attributes_of, containers_of, is_other
 
 MAX_LAYOUTS = 512
 """Shapes of inputs whose layout is kept: some kilobytes each."""

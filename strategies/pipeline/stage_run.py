@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -95,8 +95,9 @@ class Run:
     layout: Layout | None = None
     noise: int | None = None
     """Seed of the random numbers that layers draw."""
-    wants: Literal["stage", "inputs", "evaluation", "shapes"] = "stage"
-    """"stage", "inputs" (leave as soon as they are known), "evaluation" (all stages of this rank) or "shapes"."""
+    wants: Literal["stage", "inputs", "numbers", "evaluation", "shapes"] = "stage"
+    """"stage", "inputs" (leave as soon as they are known), "numbers" (leave before), "evaluation" (all stages of this
+    rank) or "shapes"."""
     entered: bool = False
     inside: bool = False
     started: bool = False
@@ -311,6 +312,22 @@ def refuse_uncalled(name: str, output: Any) -> None:
             f"a pipelined module is called once a step, but the step returned a loss without calling {name}; call it, "
             "or name another module"
         )
+
+
+def refuse_whole(name: str) -> NoReturn:
+    """Raise RuntimeError for a call of the module while its parameters are whole on every rank."""
+    raise RuntimeError(
+        f"{name} was called within whole(), where its parameters are not sharded as it computes with them; call it "
+        "outside of the block"
+    )
+
+
+def refuse_second_call(name: str) -> NoReturn:
+    """Raise RuntimeError for a second call of the module in a step."""
+    raise RuntimeError(
+        f"a pipelined module is called once a step, but the step calls {name} a second time; join the calls into one, "
+        "or use another strategy"
+    )
 
 
 UNREACHED = "appears to not have been used in the graph"

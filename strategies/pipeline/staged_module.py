@@ -30,7 +30,7 @@ from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import is_metric
 from lockstep.strategies.pipeline.microbatch_state import StepState
-from lockstep.strategies.pipeline.partition import Cut, holding_stages
+from lockstep.strategies.pipeline.partition import Cut
 from lockstep.strategies.pipeline.shape_inference import ShapeInference
 from lockstep.strategies.pipeline.shapes.containers import filled
 from lockstep.strategies.pipeline.shapes.fake_tensors import Source, is_fake
@@ -44,7 +44,9 @@ from lockstep.strategies.pipeline.stage_run import (
     explained,
     received,
     refuse_recomputing,
+    refuse_second_call,
     refuse_uncalled,
+    refuse_whole,
 )
 from lockstep.strategies.pipeline.stage_tensors import StageTensors, Tied
 
@@ -125,10 +127,7 @@ class Staged(nn.Module):
 
     def watch_state(self) -> StepState:
         """Follow what steps change beside the layers, from now on."""
-        here = [layer for layer, stage in zip(self.layers, self.stage_of, strict=True) if stage in self.here]
-        holders = holding_stages(self._parts, self.stage_of)
-        shared = {key for key, stages in holders.items() if len(stages) > 1}
-        self.state = StepState(self.model, self._parts, here, shared)
+        self.state = StepState.of(self.model, self._parts, self.stage_of, self.here, (self.rank_of[-1], self.group))
         return self.state
 
     # ---- running -----------------------------------------------------------------------------------
@@ -140,6 +139,10 @@ class Staged(nn.Module):
             return self._learned
         refuse_uncalled(self.name, output)
         return None
+
+    def run_before(self, step: Callable[[], Any]) -> None:
+        """Run `step()` until it calls the pipelined module, and leave nothing of it behind."""
+        self._pass(Run(wants="numbers"), step)
 
     def run_stage(
         self,
@@ -175,7 +178,7 @@ class Staged(nn.Module):
         """What `step()` returns, and what it was left with. The exception that left it is dropped here: its traceback
         holds the frames of the user's code, and with them the activations of each microbatch."""
         is_last, left, output = run.stage == self.num_stages - 1, None, None
-        watch = nullcontext() if self.state is None else self.state.around(run.wants, is_last)
+        watch = nullcontext() if self.state is None else self.state.around(run.wants, run.stage, is_last)
         outer, self._run = self._run, run
         try:
             with watch:
@@ -207,29 +210,25 @@ class Staged(nn.Module):
         if run is None:
             refuse_recomputing(self.name)
             if self.is_whole and self.shards is not None:
-                raise RuntimeError(
-                    f"{self.name} was called within whole(), where its parameters are not sharded as it computes with "
-                    "them; call it outside of the block"
-                )
+                refuse_whole(self.name)
             with torch.no_grad():
                 return self._everywhere(args, kwargs)
         if run.inside:
             return self._parts.net._call_impl(*args, **kwargs)
         if run.entered:
-            raise RuntimeError(
-                f"a pipelined module is called once a step, but the step calls {self.name} a second time; join the "
-                "calls into one, or use another strategy"
-            )
+            refuse_second_call(self.name)
         run.entered = True
         if self.state is not None and run.stage == self.num_stages - 1:
             self.state.calling()
-        if run.wants == "inputs":
-            self._learned = self._layout(args, kwargs)
+        if run.wants in ("inputs", "numbers"):
+            self._learned = self._layout(args, kwargs) if run.wants == "inputs" else None
             raise Leave
         if run.wants == "evaluation":
             is_last, result = self._through(self._layout(args, kwargs), args, kwargs, run)
             if not is_last:
                 raise Leave
+            if self.state is not None:
+                self.state.called_in_evaluation()
             return result
         assert run.layout is not None
         if self.inference.key(args, kwargs) != run.layout.key:

@@ -1,0 +1,1 @@
+"""What user code keeps between runs of a step."""
