@@ -198,7 +198,7 @@ class ActNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_set:
-            self.scale.data, self.is_set = 1 / (x.detach().std(0) + 1), True
+            self.scale.data, self.is_set = 1 / (x.detach().abs().mean(0) + 1), True
         return x * self.scale
 
 
