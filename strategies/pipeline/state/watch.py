@@ -120,7 +120,7 @@ class Watch:
             if is_new and filled not in self._filled:  # a cache is filled once
                 new.add(filled)
                 continue
-            if is_new or slot is None or isinstance(slot.value, PLAIN):
+            if slot is None or isinstance(slot.value, PLAIN):
                 raise in_evaluation(name)
             slot.holder[slot.key] = Refusing(str(in_evaluation(slot.name)))
         self._filled |= new
