@@ -9,13 +9,24 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.checkpoint_state import TensorShard
-from lockstep.trainer.checkpoint.directory import LEFTOVER, abandoned, folders, hidden, put_in_place, remove, sync
+from lockstep.trainer.checkpoint.directory import (
+    LEFTOVER,
+    abandoned,
+    folders,
+    hidden,
+    lock,
+    make_folders,
+    put_in_place,
+    refuse_foreign,
+    remove,
+    sync,
+)
 from lockstep.trainer.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
@@ -24,7 +35,7 @@ from lockstep.trainer.checkpoint.manifest import (
     reason,
     unusable,
 )
-from lockstep.trainer.checkpoint.reader import Checkpoint, is_checkpoint, read_manifest
+from lockstep.trainer.checkpoint.reader import Checkpoint, is_checkpoint, read_manifest, refuse_inside
 from lockstep.trainer.checkpoint.writer import Saving
 from lockstep.trainer.metrics.gathering import gather_values
 
@@ -100,26 +111,31 @@ def save(
 
 
 def copy(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Copy a checkpoint, replacing one at `path`; verified before it gets its name. Raises CheckpointError."""
+    """Copy a checkpoint, replacing one at `path`; verified before it gets its name. Raises CheckpointError, also for a
+    `path` at which `save` would not save."""
     final = Path(os.path.abspath(path))
-    if final.exists() and os.path.samefile(source, final):
-        return
     temporary = hidden(final, "tmp")
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(source, temporary)
-        for folder, _, names in os.walk(temporary):
-            for name in names:
-                with open(Path(folder) / name, "rb") as file:
-                    os.fsync(file.fileno())
-            sync(Path(folder))
-        Checkpoint.open(temporary)
-        put_in_place(temporary, final, replaces=final.exists())
-        sync(final.parent)
-    except OSError as error:
-        raise CheckpointError(f"cannot copy {source} to {final}: {reason(error)}; choose another path") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with ExitStack() as copying:
+        try:
+            if os.path.lexists(final):
+                refuse_foreign(final, "replaced")
+                if os.path.samefile(source, final):
+                    return
+            refuse_inside(final)
+            make_folders(final.parent)
+            os.mkdir(temporary)
+            copying.callback(os.close, lock(temporary))
+            copying.callback(shutil.rmtree, temporary, ignore_errors=True)
+            shutil.copytree(source, temporary, dirs_exist_ok=True)
+            for folder, _, names in os.walk(temporary):
+                for name in names:
+                    with open(Path(folder) / name, "rb") as file:
+                        os.fsync(file.fileno())
+                sync(Path(folder))
+            Checkpoint.open(temporary)
+            put_in_place(temporary, final, replaces=os.path.lexists(final))
+        except OSError as error:
+            raise CheckpointError(f"cannot copy {source} to {final}: {reason(error)}; choose another path") from error
 
 
 def begin(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lockstep.trainer.checkpoint import safetensors_file
-from lockstep.trainer.checkpoint.store import Checkpoint, is_checkpoint, newest
+from lockstep.trainer.checkpoint.store import Checkpoint, clean, copy, is_checkpoint, newest
 from tests.trainer.checkpoint.folders import flip, raw, save_alone, save_step
 
 
@@ -122,6 +122,20 @@ def test_newest_orders_by_step_then_time_and_skips_what_is_damaged(tmp_path: Pat
     with pytest.warns(UserWarning, match="cannot be used") as caught:
         assert newest(tmp_path) == tmp_path / "y"
     assert sorted(str(warning.message).split()[2] for warning in caught) == [f"{tmp_path}/b", f"{tmp_path}/c"]
+
+
+def test_a_copy_that_is_being_written_is_not_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_step(tmp_path / "one", 1)
+    opens, removed = Checkpoint.open, []
+
+    def open_beside_a_new_run(path: Path) -> Checkpoint:
+        removed.extend(clean(tmp_path))
+        return opens(path)
+
+    monkeypatch.setattr(Checkpoint, "open", open_beside_a_new_run)
+    copy(tmp_path / "one", tmp_path / "other")
+    assert not removed and is_checkpoint(tmp_path / "other")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["one", "other"]
 
 
 def test_is_checkpoint_asks_for_a_manifest_and_sizes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep import CheckpointError, Module, Trainer
-from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.callbacks import Callback, ModelCheckpoint, WeightAveraging
 from lockstep.strategies import FSDP
 from lockstep.trainer.checkpoint.store import Checkpoint
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
@@ -58,6 +58,35 @@ def test_what_an_engine_has_given_up_on_one_device_is_not_saved(name: str, make:
         trainer.save_checkpoint(tmp_path / "all")
     trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
     assert equal(weights(Net.load_from_checkpoint(tmp_path / "weights")), weights(module))
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.ranks)])
+def test_a_save_after_fit_replaces_checkpoints_and_nothing_of_the_user(devices: int, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("notes")
+    (tmp_path / "empty").mkdir()
+    callbacks = [WeightAveraging(0.9), ModelCheckpoint(dirpath=tmp_path / "ck", save_last=True)]
+    options: dict[str, Any] = {"callbacks": callbacks, "default_root_dir": tmp_path, "enable_checkpointing": True}
+    strategy = "single" if devices == 1 else "ddp"
+    trainer = quiet(accelerator="cpu", strategy=strategy, devices=devices, max_steps=2, **options)
+    trainer.fit(net(), loader(16))
+    last = Path(callbacks[1].last_model_path)  # type: ignore[attr-defined]
+    for name, target in (("to folder", "folder"), ("to file", "file"), ("to checkpoint", last), ("to nothing", "none")):
+        (tmp_path / name).symlink_to(target)
+    before = sorted(tmp_path.iterdir())
+    for path in [tmp_path / "folder", tmp_path / "file", *tmp_path.glob("to *"), last.parent]:
+        with pytest.raises(CheckpointError, match=r"exists and is (a link|not a checkpoint), so it is not replaced"):
+            trainer.save_checkpoint(path)
+    with pytest.raises(CheckpointError, match="is in the checkpoint"):
+        trainer.save_checkpoint(last / "inner")
+    assert (tmp_path / "folder" / "thesis.txt").read_text() == "years of work"
+    assert (tmp_path / "file").read_text() == "notes"
+    for _ in range(2):  # the second one replaces the first
+        trainer.save_checkpoint(tmp_path / "empty")
+    trainer.save_checkpoint(last)
+    assert Checkpoint.open(tmp_path / "empty").checksum == Checkpoint.open(last).checksum
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
