@@ -17,7 +17,7 @@ class ParameterState(Optimizer):
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        super().__init__(list(parameters), {})
+        super().__init__(list(dict.fromkeys(parameters)), {})  # several optimizers may hold one
 
     def tensors(self) -> dict[Tensor, dict[str, Tensor]]:
         """What this rank keeps of the parameters that it holds, by key."""

@@ -162,7 +162,8 @@ class WeightAveraging(Callback):
 
     def _end_epoch(self, trainer: Trainer) -> None:
         self._ended = trainer.current_epoch
-        if self.should_update(epoch_idx=trainer.current_epoch):
+        starts = trainer.global_step >= self.update_starting_at_step
+        if starts and self.should_update(epoch_idx=trainer.current_epoch):
             self._update(trainer)
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:

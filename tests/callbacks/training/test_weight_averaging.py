@@ -104,6 +104,45 @@ def test_averages_of_epoch_ends() -> None:
     assert distance(weights(module), [sum(values) / 3 for values in zip(*trained, strict=True)]) <= 1e-14
 
 
+def test_averages_of_epoch_ends_begin_at_a_step() -> None:
+    averaging = WeightAveraging(None, update_every_n_steps=None, update_starting_at_step=2 * STEPS)
+    module, _ = fit(averaging, max_epochs=3)
+    trained, _, _ = by_hand(None, epochs=3)
+    assert averaging.num_updates == 2
+    assert distance(weights(module), [(a + b) / 2 for a, b in zip(*trained[1:], strict=True)]) <= 1e-14
+
+
+class SteppedTwice(Net):
+    """Two optimizers step the same parameters."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=lr) for lr in (0.1, 0.05)]
+
+
+def test_a_parameter_of_two_optimizers_is_averaged_once() -> None:
+    seen: list[list[torch.Tensor]] = []
+
+    class Sees(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(weights(module))
+
+    module = SteppedTwice()
+    callbacks = [WeightAveraging(0.75), Sees()]
+    quiet(precision="64-true", callbacks=callbacks).fit(module, loader())
+    average = seen[0]
+    for now in seen[1:]:
+        average = [0.75 * a + 0.25 * w for a, w in zip(average, now, strict=True)]
+    assert distance(weights(module), average) <= 1e-14
+
+
 def test_one_s_own_schedule() -> None:
     class OddSteps(WeightAveraging):
         def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
