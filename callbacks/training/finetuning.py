@@ -129,12 +129,14 @@ class BackboneFinetuning(BaseFinetuning):
         self.train_bn = train_bn
         self.backbone = backbone
         self._group: int | None = None  # index of the backbone's group in its optimizer
+        self._optimizer = 0  # index of that optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        return {"group": self._group}
+        return {"group": self._group, "optimizer": self._optimizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._group = state_dict["group"]
+        self._optimizer = state_dict.get("optimizer", 0)  # checkpoints of old do not say it
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         if stage == "fit":
@@ -151,12 +153,20 @@ class BackboneFinetuning(BaseFinetuning):
             rate = float(optimizer.param_groups[0]["lr"])
             given = self.backbone_initial_lr
             first = rate * self.backbone_initial_ratio_lr if given is None else given
-            self._group = len(optimizer.param_groups)
+            self._group, self._optimizer = len(optimizer.param_groups), module.trainer.optimizers.index(optimizer)
             self._unfreeze(self._backbone_of(module), optimizer, first)
-        elif epoch > self.unfreeze_backbone_at_epoch and self._group < len(optimizer.param_groups):
+        elif (
+            epoch > self.unfreeze_backbone_at_epoch
+            and self._is_of_backbone(module, optimizer)
+            and self._group < len(optimizer.param_groups)
+        ):
             group, rate = optimizer.param_groups[self._group], float(optimizer.param_groups[0]["lr"])
             raised = float(group["lr"]) * self.lambda_func(epoch)
             group["lr"] = min(raised, rate) if self.should_align else raised
+
+    def _is_of_backbone(self, module: Module, optimizer: Optimizer) -> bool:
+        """Whether this is the optimizer that the backbone has joined."""
+        return self._group is not None and module.trainer.optimizers.index(optimizer) == self._optimizer
 
     def _unfreeze(self, modules: nn.Module, optimizer: Optimizer, lr: float) -> None:
         self.unfreeze_and_add_param_group(modules, optimizer, lr=lr)

@@ -86,6 +86,38 @@ def test_a_resumed_run_is_the_whole_run(epochs: int, tmp_path: Path) -> None:
     assert equal(weights(fit(backbone(), ckpt_path=tmp_path / "last")), weights(fit(backbone())))
 
 
+class Beside(Pretrained):
+    """A second optimizer has a group of the index of the backbone's, which it sets the rate of."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(3, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self(batch[0])
+        for optimizer, of in zip(self.optimizers(), (logits, self.extra(logits.detach())), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(torch.nn.functional.cross_entropy(of, batch[1]))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [self.extra.weight]}, {"params": [self.extra.bias], "lr": 1e-3}]
+        return [torch.optim.SGD([*self.net[2:].parameters()], lr=0.1), torch.optim.SGD(groups, lr=0.1)]
+
+
+@pytest.mark.parametrize("epochs", [2, 4])
+def test_the_rates_of_another_optimizer_stay(epochs: int, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(dirpath=tmp_path, save_last=True, save_top_k=0)
+    trainers = []
+    for last, ckpt_path in ((epochs, None), (4, tmp_path / "last")):
+        trainers.append(quiet(max_epochs=last, enable_checkpointing=True, callbacks=[backbone(), saving]))
+        trainers[-1].fit(Beside(), loader(), ckpt_path=ckpt_path)
+    first, second = ([group["lr"] for group in each.param_groups] for each in trainers[-1].optimizers)
+    assert first == pytest.approx([0.1, 0.08]) and second == [0.1, 1e-3]
+
+
 def test_batch_norm_may_stay_trainable() -> None:
     layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     BaseFinetuning.freeze(layers)

@@ -126,12 +126,13 @@ class BackboneFinetuning(callbacks.BackboneFinetuning, BaseFinetuning):
     def finetune_function(self, module: Module, epoch: int, optimizer: Optimizer) -> None:
         joined = self._group is not None
         super().finetune_function(module, epoch, optimizer)
+        if not self._is_of_backbone(module, optimizer):
+            return
         if joined and epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
             first, last = optimizer.param_groups[0], optimizer.param_groups[-1]
             raised = self.lambda_func(epoch + 1) * self.previous_backbone_lr  # whatever a scheduler made of it
             last["lr"] = min(raised, float(first["lr"])) if self.should_align else raised
-        if self._group is not None:
-            self.previous_backbone_lr = float(optimizer.param_groups[-1]["lr"])
+        self.previous_backbone_lr = float(optimizer.param_groups[-1]["lr"])
 
     def _unfreeze(self, modules: nn.Module, optimizer: Optimizer, lr: float) -> None:
         self.unfreeze_and_add_param_group(modules, optimizer, lr, train_bn=self.train_bn)
