@@ -36,10 +36,34 @@ def _needs(step: Callable[..., Any]) -> bool:
     except (OSError, TypeError, ValueError, SyntaxError):  # without source, as in a C extension
         return False
     tests = [node for node in nodes if isinstance(node, ast.If | ast.IfExp) and _names(node.test)]
-    refuses = any(isinstance(node, ast.Assert) and _names(node.test) for node in nodes) or any(
-        isinstance(inner, ast.Raise) for test in tests if isinstance(test, ast.If) for inner in test.body
+    requires = any(isinstance(node, ast.Assert) and _is_given(node.test) for node in nodes) or any(
+        isinstance(inner, ast.Raise) and asks(test.test)
+        for test in tests
+        if isinstance(test, ast.If)
+        for asks, branch in ((_is_missing, test.body), (_is_given, test.orelse))
+        for inner in branch
     )
-    return refuses or (not tests and any(isinstance(node, ast.Call) and _calls(node) for node in nodes))
+    return requires or (not tests and any(isinstance(node, ast.Call) and _calls(node) for node in nodes))
+
+
+def _is_given(test: ast.expr) -> bool:
+    """Whether `test` holds only with a closure, as `closure is not None` does."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return any(map(_is_given, test.values))
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _is_missing(test.operand)
+    if isinstance(test, ast.Call):
+        return ast.unparse(test) == "callable(closure)"
+    return ast.unparse(test) in ("closure", "closure is not None")
+
+
+def _is_missing(test: ast.expr) -> bool:
+    """Whether `test` holds always without a closure, as `closure is None` does."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
+        return any(map(_is_missing, test.values))
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _is_given(test.operand)
+    return ast.unparse(test) == "closure is None"
 
 
 def _names(node: ast.AST) -> bool:

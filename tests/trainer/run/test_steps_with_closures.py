@@ -122,9 +122,62 @@ class Counts(SGD):
         return super().step(closure)
 
 
+class AssertsNone(SGD):
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None, "closures are not supported"
+        return super().step()
+
+
+class Refuses(SGD):
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None or self.defaults["lr"] < 0:
+            raise ValueError("closures are not supported")
+        return super().step()
+
+
+class RefusesElse(SGD):
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            return super().step()
+        else:
+            raise ValueError("closures are not supported")
+
+
+class Raises(SGD):
+    def step(self, closure: Any = None) -> Any:
+        if not callable(closure) or closure is None:
+            raise ValueError("a closure is needed")
+        return super().step(closure)
+
+
+class RaisesElse(SGD):
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None and True:
+            return super().step(closure)
+        else:
+            raise ValueError("a closure is needed")
+
+
+@pytest.mark.parametrize("kind", [AssertsNone, Refuses, RefusesElse])
+def test_an_optimizer_that_takes_no_closure_needs_none(kind: Any) -> None:
+    assert not needs_closure(kind([torch.nn.Parameter(torch.ones(1))]))
+    one, other = (trained("single", 1, lambda params, made=made: made(params, lr=0.1)) for made in (kind, SGD))
+    assert distance(weights(one), weights(other)) == 0.0
+
+
 @pytest.mark.parametrize(
     ("kind", "needs"),
-    [(Asserts, True), (Calls, True), (Inherits, True), (Sharp, True), (Required, True), (May, False), (Counts, False)],
+    [
+        (Raises, True),
+        (RaisesElse, True),
+        (Asserts, True),
+        (Calls, True),
+        (Inherits, True),
+        (Sharp, True),
+        (Required, True),
+        (May, False),
+        (Counts, False),
+    ],
 )
 def test_which_optimizers_need_a_closure(kind: Any, needs: bool) -> None:
     assert needs_closure(kind([torch.nn.Parameter(torch.ones(1))])) is needs
