@@ -149,9 +149,12 @@ class Entry:
     def settle(self) -> None:
         """Add to the number what is still on a device."""
         if self.total is not None:
-            total = float(self.total)  # host sync: only when state is saved or a value changes its device
-            self.number = total if self.reduce_fx in ("max", "min") else self.number + total
-            self.total = None
+            self.take_total(float(self.total))  # host sync: only when state is saved or a value changes its device
+
+    def take_total(self, total: float) -> None:
+        """The same with the total that was read from the device. The number may have values of the host since."""
+        self.number = COMBINE[self.reduce_fx]([self.number, total])
+        self.total = None
 
     def check_flags(self, given: tuple[Any, ...], by_hand: bool, several: bool) -> None:
         """Raise ValueError where `self.log` is given other flags for this name than before, or with `several` ranks
@@ -221,7 +224,7 @@ def weight_of(name: str, batch_size: Any) -> float:
 def number_of(name: str, value: Any) -> float:
     """A number as a float. Raises TypeError or ValueError for other values."""
     if not isinstance(value, (float, int, Number)):
-        raise not_a_number(name, type(value).__name__)
+        raise not_a_number(name, value)
     if isinstance(value, complex):
         raise is_complex(name)
     try:
@@ -232,10 +235,12 @@ def number_of(name: str, value: Any) -> float:
         ) from None
 
 
-def not_a_number(name: str, kind: str) -> TypeError:
+def not_a_number(name: str, value: Any) -> TypeError:
+    instead = "; log what its compute() returns, or a torchmetrics Metric" if hasattr(value, "compute") else ""
+    instead = "; log what is in it by self.log_dict" if type(value).__name__ == "MetricCollection" else instead
     return TypeError(
-        f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got {kind}"
-        + ("; log what is in it by self.log_dict" if kind == "MetricCollection" else "")
+        f"self.log({name!r}) takes a number, a tensor of one element or a torchmetrics Metric, but got "
+        f"{type(value).__name__}{instead}"
     )
 
 
@@ -247,8 +252,8 @@ def is_complex(name: str) -> TypeError:
 
 
 def is_metric(value: Any) -> bool:
-    """Whether `value` is a torchmetrics Metric or counts as one, and no collection of them."""
-    return hasattr(value, "compute") and hasattr(value, "reset") and not hasattr(value, "items")
+    """Whether `value` is a torchmetrics Metric, and no collection of them. Evaluates none of its properties."""
+    return hasattr(type(value), "metric_state") and hasattr(value, "_update_count") and not hasattr(value, "items")
 
 
 def of_two_kinds(name: str) -> ValueError:

@@ -283,8 +283,7 @@ def _pack(entries: list[Entry]) -> Tensor:
         for group in groups.values():  # host sync: one a logging interval and device
             totals = torch.stack([e.total for e in group]).tolist()  # type: ignore[misc]
             for entry, total in zip(group, totals, strict=True):
-                entry.number = total if entry.reduce_fx in ("max", "min") else entry.number + total
-                entry.total = None
+                entry.take_total(total)
     return torch.tensor([x for e in entries for x in (e.number, e.count, e.seen)], dtype=torch.float64)
 
 

@@ -352,7 +352,7 @@ class MetricStore:
             )
         counts_itself = is_metric(value)
         if not counts_itself and not isinstance(value, (Tensor, Number)):
-            raise not_a_number(name, type(value).__name__)
+            raise not_a_number(name, value)
         reduction = reduction_of(name, reduce_fx)
         if on_step is None:
             on_step = self.in_batch and self.training

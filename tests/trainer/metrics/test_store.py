@@ -6,6 +6,7 @@ import gc
 import os
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torchmetrics.classification import BinaryAccuracy
 from lockstep import DataModule, Module, Trainer
 from lockstep.callbacks import Callback, CSVLogger, EarlyStopping, TensorBoardLogger
 from lockstep.callbacks.base import Logger
+from lockstep.strategies.base import Topology
 from lockstep.trainer.metrics.store import MetricStore
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
 
@@ -678,6 +680,60 @@ def test_values_stay_on_the_trainer_after_a_run_of_two_ranks() -> None:
     assert set(trainer.logged_metrics) == {"train/loss_step", "train/loss_epoch", "val/loss", "val/acc"}
     assert trainer.callback_metrics["train/loss"] == trainer.callback_metrics["train/loss_epoch"]
     assert [step for step, _ in recorder.values("train/loss_step")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("reduce_fx", "host", "expected"), [("max", 7.0, 7.0), ("min", 0.5, 0.5), ("sum", 7.0, 11.0), ("mean", 5.0, 3.0)]
+)
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_numbers_after_values_on_a_device_count_with_them(
+    reduce_fx: str, host: Any, expected: float, as_tensor: bool
+) -> None:
+    found, host = [], torch.tensor(host) if as_tensor else host
+    for settles in (False, True):
+        store = MetricStore()
+        for value in (torch.tensor(1.0).as_subclass(OnDevice), host, torch.tensor(3.0).as_subclass(OnDevice)):
+            store.log("value", value, reduce_fx=reduce_fx, on_step=True)
+        if settles:
+            store.state_dict()
+        (reduced,) = store.reduce(SimpleNamespace(topology=Topology()))  # type: ignore[arg-type]
+        found.append(reduced.value)
+    assert found == [expected, expected]
+
+
+class Counting:
+    """A metric of another package."""
+
+    def update(self, values: torch.Tensor) -> None: ...
+
+    def compute(self) -> float:
+        return 1.0
+
+    def reset(self) -> None: ...
+
+
+class CountingLayer(nn.Module, Counting):
+    pass
+
+
+@pytest.mark.parametrize("make", [Counting, CountingLayer])
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_metric_that_is_not_of_torchmetrics_is_refused_by_name(make: Any, computes: bool) -> None:
+    class Logs(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counting = make()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.counting.update(batch[0])
+            self.log("count", self.counting.compute() if computes else self.counting)
+
+    if computes:
+        assert quiet().validate(Logs(), loader(8), verbose=False) == [{"count": 1.0}]
+        return
+    message = rf"self.log\('count'\) takes a number, .* but got {make.__name__}; log what its compute\(\) returns, or a"
+    with pytest.raises(TypeError, match=message):
+        quiet().validate(Logs(), loader(8), verbose=False)
 
 
 class OnDevice(torch.Tensor):
