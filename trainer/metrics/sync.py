@@ -14,23 +14,13 @@ from torch import Tensor, nn
 
 from lockstep.strategies.sync.collective_fingerprint import counting_once
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
+from lockstep.trainer.checkpoint.safetensors_file import CODES
 from lockstep.trainer.metrics.gathering import gather_values
 
 if TYPE_CHECKING:
     from lockstep.strategies import Strategy
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-]
+DTYPES = [*CODES]
 MAX_DIMS = 8
 
 

@@ -228,6 +228,41 @@ def test_lists_hold_what_they_hold_on_one_process(strategy: str, devices: int, b
         assert validate(1, virtual_ranks=2) == validate(2, strategy="ddp", virtual_ranks=2) == pytest.approx(found)
 
 
+class Spectrum(Metric):
+    """Its states are complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("wide", torch.tensor(0j, dtype=torch.complex128), dist_reduce_fx="sum")
+        self.add_state("narrow", torch.zeros(3, dtype=torch.complex64), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor) -> None:
+        wave = torch.complex(values[:, 0], values[:, 1])
+        self.wide += wave.sum()
+        self.narrow += wave.sum()
+
+    def compute(self) -> Tensor:
+        return self.wide.abs() + self.narrow.abs().sum()
+
+
+@pytest.mark.ranks
+def test_complex_states_meet() -> None:
+    class Logs(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spectrum = Spectrum()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.spectrum.update(batch[0])
+            self.log("spectrum", self.spectrum)
+
+    found = [
+        quiet(devices=devices, accelerator="cpu").validate(Logs(), loader(15), verbose=False)[0]["spectrum"]
+        for devices in (1, 2)
+    ]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 class Averaged(Metric):
     """Its average over ranks is not the sum that one process has."""
 
