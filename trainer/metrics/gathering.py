@@ -52,8 +52,12 @@ def gather_items(strategy: Strategy, items: list[Any], name: str, known: Mapping
         pieces: dict[str, TensorShard] = {}
         layout: list[Any] = []
         kinds: list[str] = []
-        while items and sum(map(_size, pieces.values())) < MESSAGE_BYTES and len(layout) < 1000:
-            layout.append(pack(plain(items.pop(), kinds), f"{name}.{sent + len(layout)}", pieces))
+        size = 0
+        while items and size < MESSAGE_BYTES and len(layout) < 1000:
+            added: dict[str, TensorShard] = {}
+            layout.append(pack(plain(items.pop(), kinds), f"{name}.{sent + len(layout)}", added))
+            size += sum(map(_size, added.values()))
+            pieces |= added
         sent += len(layout)
         data = _as_bytes({key: shard.tensor for key, shard in pieces.items()}) if pieces else b""
         texts = _gather_bytes(strategy, json.dumps([layout, bool(items), kinds]).encode())

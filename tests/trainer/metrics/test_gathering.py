@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.strategies.base import Topology
+from lockstep.trainer.metrics import gathering
 from tests.trainer.toy import Net, loader, quiet
 
 pytestmark = pytest.mark.ranks
@@ -102,6 +105,16 @@ def test_values_of_a_class_come_back_as_they_were() -> None:
         assert typed(values) == typed(others)
         assert type(result) is torch.return_types.max
         assert torch.equal(result.values, largest) and torch.equal(result.indices, at)
+
+
+def test_each_item_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Any] = []
+    size = gathering._size
+    monkeypatch.setattr(gathering, "_size", lambda shard: measured.append(shard) or size(shard))
+    alone: Any = SimpleNamespace(topology=Topology(), all_gather=lambda tensor: tensor[None])
+    gathered = gathering.gather_items(alone, [torch.ones(2), (torch.ones(3), 4), 5] * 10, "predictions", {})
+    assert gathered is not None and len(gathered[0]) == 30
+    assert len(measured) == 20
 
 
 class PredictsAttributes(Net):
