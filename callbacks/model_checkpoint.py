@@ -220,7 +220,7 @@ class ModelCheckpoint(Callback):
         if self.every_n_train_steps is not None:
             due = step // self.every_n_train_steps > seen // self.every_n_train_steps
         elif interval is not None:
-            every = max(1, trainer.arguments.log_every_n_steps)
+            every = trainer.arguments.log_every_n_steps
             due = step // every > seen // every and trainer.strategy.broadcast(
                 time.monotonic() - self._saved_at >= interval.total_seconds()
             )

@@ -36,7 +36,7 @@ class DeviceStats(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         step, every = trainer.global_step, trainer.arguments.log_every_n_steps
-        if every <= 0 or step // every == self._last_step // every or not trainer.strategy.ranks_meet:
+        if step // every == self._last_step // every or not trainer.strategy.ranks_meet:
             return
         self._last_step = step
         own = self._measure(trainer.strategy.topology.device)

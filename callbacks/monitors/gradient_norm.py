@@ -36,8 +36,7 @@ class GradientNorm(Callback):
         self._norms = {}  # of a run that failed
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
-        every = trainer.arguments.log_every_n_steps
-        if every <= 0 or (trainer.global_step + 1) % every:
+        if (trainer.global_step + 1) % trainer.arguments.log_every_n_steps:
             return
         run = trainer._run
         names = {id(item): name for name, item in run.optimizers.items()}

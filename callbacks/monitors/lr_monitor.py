@@ -88,10 +88,7 @@ class LearningRateMonitor(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
         # Read now, since schedulers move before the step is counted and logged.
-        if (
-            trainer.arguments.log_every_n_steps > 0
-            and (trainer.global_step + 1) % trainer.arguments.log_every_n_steps == 0
-        ):
+        if (trainer.global_step + 1) % trainer.arguments.log_every_n_steps == 0:
             self._used = self._stats(trainer, "step")
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
