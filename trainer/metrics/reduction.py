@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 def reduce(store: MetricStore, strategy: Strategy, epoch_end: bool, reset: bool) -> list[Reduced]:
     """`MetricStore.reduce`."""
+    noticed = {*store.noticed}
     samples = _agree_on_names(store, strategy) if strategy.topology.world_size > 1 else [1]
     shared = sorted(store.shared(), key=lambda e: e.name)
     local = sorted(store.of_rank_zero(), key=lambda e: e.name)
@@ -39,7 +40,7 @@ def reduce(store: MetricStore, strategy: Strategy, epoch_end: bool, reset: bool)
             shown = _values(entry, numbers, counts, epoch_end, reset, store.training)
             reduced += [Reduced(name, value, entry) for name, value in shown.items()]
     if strategy.topology.rank == 0:
-        _say_what_was_averaged(store)
+        _say_what_was_averaged(sorted(store.noticed - noticed))
     if epoch_end and reset:
         for metric in computed.values():  # now that it is computed under every name that it has
             metric.reset()
@@ -171,23 +172,18 @@ def _weighed_by_samples(
             f"{entry.name!r} was logged outside of a batch with another value on each rank, so that its mean would "
             "depend on their number; log it in the step, or log a torchmetrics Metric"
         )
-    store.of_their_own.append(entry.name)
+    store.noticed.add(entry.name)
     mean = sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
     return [mean * count], [count]
 
 
-def _say_what_was_averaged(store: MetricStore) -> None:
+def _say_what_was_averaged(names: list[str]) -> None:
     """One line, once a run and name, of what ranks logged by hand with values of their own."""
-    new = [name for name in store.of_their_own if name not in store.noticed]
-    store.of_their_own.clear()
-    store.noticed.update(new)
-    if new:
+    if names:
         print(
-            f"logged outside of a batch with another value on each rank: {_quoted(new)}. Shown is the mean weighted by "
-            "each "
-            "rank's samples, which is exact for a mean over samples; for anything else log a torchmetrics Metric, or "
-            "call "
-            "all_gather first",
+            f"logged outside of a batch with another value on each rank: {_quoted(names)}. Shown is the mean weighted "
+            "by each rank's samples, which is exact for a mean over samples; for anything else log a torchmetrics "
+            "Metric, or call all_gather first",
             file=sys.stderr,
         )
 

@@ -71,8 +71,7 @@ class MetricStore:
         self.suffix = ""
         """Appended to names where several loaders are evaluated."""
         self.noticed: set[str] = set()
-        """Names of which was said that ranks' own values were averaged."""
-        self.of_their_own: list[str] = []
+        """Names of which ranks' own values were averaged, so that it was said."""
         self._reductions = 0
         self._read: dict[tuple[int, str], tuple[int, float, float]] = {}
         self._restored: dict[str, tuple[float, float]] = {}

@@ -197,6 +197,29 @@ def test_ranks_with_values_of_their_own_are_reported_once(capfd: pytest.CaptureF
     assert said.count("all_gather") == 2  # validation and test
 
 
+class Sizes(Callback):
+    """Raises on the rank whose metrics keep more from epoch to epoch."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        sizes = {k: len(v) for k, v in vars(trainer._run.metrics).items() if isinstance(v, list | set | dict)}
+        if trainer.current_epoch == 1:
+            self.sizes = sizes
+        elif trainer.current_epoch == 3 and sizes != self.sizes:
+            raise RuntimeError(f"{self.sizes} has grown to {sizes}")
+
+
+class OfRank(Net):
+    def on_train_epoch_end(self) -> None:
+        self.log("own", float(self.global_rank))
+
+
+def test_what_ranks_average_does_not_grow() -> None:
+    quiet(devices=2, accelerator="cpu", max_epochs=4, callbacks=[Sizes()]).fit(OfRank(), loader(4, 2))
+
+
 class Careless(Collects):
     def on_validation_epoch_end(self) -> None:
         self.log("mean", torch.cat(self.seen).mean())
