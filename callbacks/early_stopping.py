@@ -34,7 +34,7 @@ class EarlyStoppingReason(Enum):
 class EarlyStopping(Callback):
     """Set `trainer.should_stop` when a metric has not improved for `patience` checks, or has left its bounds.
 
-    Metrics are equal on all ranks, so all ranks decide alike, without a collective. Skipped in the
+    All ranks take the value that rank 0 has, in one small broadcast a check, so they decide alike. Skipped in the
     sanity check and with `fast_dev_run`. The reason to stop is printed on rank 0. A run that is resumed
     where it had stopped stops again at once, unless the arguments now allow more.
 

@@ -1,4 +1,4 @@
-"""Reducing what was logged: one packed exchange over ranks, and the values to show."""
+"""Reducing what was logged: packed exchanges over ranks, and the values to show."""
 
 from __future__ import annotations
 

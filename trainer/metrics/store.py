@@ -1,8 +1,8 @@
 """What `self.log` collects: sums and counts on the value's own device, reduced over ranks when shown.
 
-Logging a value adds to a running sum: no host sync, no collective, no growth. At each logging interval
-and at epoch ends the sums of all ranks are exchanged in one packed all_gather, so every value is the
-exact weighted mean over all samples and ranks.
+Logging a value adds to a running sum: no host sync, no collective, no growth. At each logging interval and at epoch
+ends several ranks compare their names in one small all_gather and exchange their sums in a packed one (with exact sums
+after one for their length), so every value is the exact weighted mean over all samples and ranks.
 """
 
 from __future__ import annotations
