@@ -48,6 +48,35 @@ def test_the_backbone_joins_with_rates_of_its_own(tmp_path: Path, train_bn: bool
     assert third[2] is not train_bn  # frozen norms keep their statistics
 
 
+class Beside(Net):
+    """A second optimizer has a group of the index of the backbone's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(4, 1)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        for optimizer, layer in zip(self.optimizers(), (self.head, self.extra), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(layer(self.backbone(batch)).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [self.extra.weight]}, {"params": [self.extra.bias], "lr": 0.001}]
+        return [torch.optim.SGD(self.head.parameters(), lr=0.1), torch.optim.SGD(groups, lr=0.1)]
+
+
+def test_the_rates_of_another_optimizer_stay(tmp_path: Path) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=4,
+        enable_model_summary=False, callbacks=[BackboneFinetuning(1)], default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(Beside(), DataLoader(torch.randn(4, 4), batch_size=4))
+    first, second = ([group["lr"] for group in each.param_groups] for each in trainer.optimizers)
+    assert first == pytest.approx([0.1, 0.04]) and second == [0.1, 0.001]
+
+
 def test_helpers_take_nested_lists() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     BaseFinetuning.freeze([model[0], [model[1], [model[2]]]])
