@@ -95,7 +95,8 @@ def _trace(module: nn.Module, modules: Mapping[str, nn.Module]) -> _Trace | None
 
     def empty(tensor: Tensor) -> Tensor:
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        made.requires_grad_(tensor.requires_grad)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
     try:
         with restored_rng(), torch.enable_grad(), warnings.catch_warnings(), fake:

@@ -153,15 +153,13 @@ class TensorBoardLogger(RunLogger):
                 stacklevel=2,
             )
             return
-        # Buffers are cloned: tracing runs forward, which moves the statistics of BatchNorm.
-        writer, copy = (
-            self._open(),
-            shadow(module, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone()),
-        )
-        for child in copy.modules():  # the tracer reads all properties, also those that are there in a run only
-            if getattr(child, "_trainer", child) is None:
-                vars(child)["_trainer"] = SimpleNamespace()
+        writer = self._open()
         try:
+            # Buffers are cloned: tracing runs forward, which moves the statistics of BatchNorm.
+            copy = shadow(module, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
+            for child in copy.modules():  # the tracer reads all properties, also those that are there in a run only
+                if getattr(child, "_trainer", child) is None:
+                    vars(child)["_trainer"] = SimpleNamespace()
             # The tracer warns of every Python branch, and torch prints the error that it raises.
             with restored_rng(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
                 warnings.simplefilter("ignore")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import threading
+from collections import deque
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 
 from lockstep.callbacks.model_summary import ModelSummary, summarize
@@ -74,6 +79,97 @@ def test_it_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in net.parameters())
     net(net.example_input_array).sum().backward()
     assert called, "the module's own hooks are where they were"
+
+
+class Meter:
+    """What a model may hold that counts calls of forward."""
+
+    __slots__ = ("__dict__", "count")
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.count, self.owner, self.seen = 0, owner, list[Any]()
+
+    def add(self, x: torch.Tensor) -> None:
+        self.count += 1
+        self.seen.append(x)
+
+
+class Table(dict[str, int]):
+    """A dict that lets nobody set an item."""
+
+    def __setitem__(self, *_: Any) -> None:
+        raise TypeError("read only")
+
+
+class Counting(nn.Module):
+    """Keeps account of its calls in whatever an attribute may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.twice = nn.ModuleList([nn.Linear(4, 4)])
+        self.state: dict[str, Any] = {"calls": 0, "deep": [[0]]}
+        self.twice[0].state = self.state  # type: ignore[assignment]
+        self.maps: list[Any] = []
+        self.last: deque[Any] = deque(maxlen=2)
+        self.named, self.pair = {0}, ([0], 1)
+        self.table, self.space = Table(a=1), SimpleNamespace(calls=0)
+        self.number, self.array = torch.zeros(()), np.zeros(2)
+        self.meter, self.bound, self.partly = Meter(self), self.count, partial(self.count, 2)
+        self.hidden = [nn.BatchNorm1d(4)]
+        self.rng, self.noise = np.random.default_rng(0), torch.Generator().manual_seed(0)
+        self.calls, self.lock = 0, threading.Lock()
+        self.mean = torchmetrics.MeanMetric(nan_strategy="disable")
+        self.example_input_array = torch.rand(3, 4)
+
+    def count(self, by: int = 1) -> None:
+        self.calls += by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.twice[0].state is self.state and self.meter.owner is self
+        self.state["calls"] += 1
+        self.state["deep"][0][0] += 1
+        self.maps.append(x)
+        self.last.append(x)
+        self.named.add(len(self.maps))
+        self.pair[0][0] += 1
+        self.space.calls += 1
+        self.number.add_(1)
+        self.array += 1
+        self.meter.add(x)
+        self.bound()
+        self.partly()
+        with self.lock:
+            x = x * (self.table["a"] + self.rng.random()) + torch.randn(4, generator=self.noise)
+        self.mean.update(x)
+        return self.twice[0](self.hidden[0](self.inner(x)))
+
+    def account(self) -> list[Any]:
+        held = [self.state, self.maps, [*self.last], self.named, self.pair, self.space.calls, float(self.number)]
+        held += [self.array.tolist(), self.meter.count, self.meter.seen, self.calls, self.rng.bit_generator.state]
+        held += [self.noise.get_state().tolist(), self.mean._update_count, float(self.mean.mean_value)]
+        return copy.deepcopy([*held, self.hidden[0].running_mean.tolist()])
+
+
+def test_what_attributes_hold_is_as_it_was() -> None:
+    net = Counting()
+    before = net.account()
+    assert "Compute: " in summarize(net)
+    assert net.account() == before
+    net(torch.rand(3, 4))
+    assert net.account() != before
+
+
+def test_an_object_that_acts_as_it_ends_is_shared() -> None:
+    ended = []
+
+    class Folder:
+        def __del__(self) -> None:
+            ended.append(1)
+
+    net: Any = Net()
+    net.folder = Folder()
+    assert "Compute: " in summarize(net) and not ended
 
 
 def test_depth_and_dtype() -> None:

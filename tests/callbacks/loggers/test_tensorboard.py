@@ -244,9 +244,12 @@ class Net(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("seen", torch.zeros(()))
+        self.counts: Any = {"calls": 0, "samples": torch.zeros(())}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += len(x)
+        self.counts["calls"] += 1
+        self.counts["samples"] += len(x)
         return (self.norm(x) + torch.randn_like(x)).relu()
 
 
@@ -258,6 +261,7 @@ def test_the_graph_is_drawn_without_a_trace_on_the_module(tmp_path: Path) -> Non
     logger.finalize("success")
     assert any("norm" in node.name for node in read(tmp_path).Graph().node)
     assert net.training
+    assert net.counts == {"calls": 0, "samples": torch.zeros(())}
     assert torch.equal(rng, torch.get_rng_state())
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
 
