@@ -17,6 +17,7 @@ from lockstep.strategies.modules.blocks import holds_states, join_states
 from lockstep.trainer.checkpoint.manifest import refused
 from lockstep.trainer.kept.agreed import alike, completed
 from lockstep.trainer.kept.owners import in_modes
+from lockstep.trainer.metrics.beside import counted_beside, take_beside
 from lockstep.trainer.metrics.entry import COMBINE
 from lockstep.trainer.seeding import derive, has, rng_state, seed_everything, set_rng_state
 from lockstep.trainer.setup import resume
@@ -65,7 +66,9 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
         if run.shares is not None
         else {
             name: pack(
-                {"state": metric.metric_state, "count": metric._update_count}, f"{folder}/metrics/{name}", tensors
+                {"state": metric.metric_state, "count": metric._update_count, "beside": counted_beside(metric)},
+                f"{folder}/metrics/{name}",
+                tensors,
             )
             | {"names": [logged for logged, entry in sums.items() if entry[6] == name]}
             for name, metric in filter(lambda item: holds_states(item[1]), torchmetrics_of(module).items())
@@ -262,6 +265,7 @@ def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Cal
             else:
                 for key, value in state.items():
                     setattr(metric, key, value)
+                take_beside(metric, entry.get("beside", {}))
             metric._update_count += entry["count"]
             metric._computed = None
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lockstep.strategies.sync.collective_fingerprint import counting_once
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.checkpoint.safetensors_file import CODES
+from lockstep.trainer.metrics.beside import watched_updates
 from lockstep.trainer.metrics.gathering import gather_values
 
 if TYPE_CHECKING:
@@ -30,18 +31,16 @@ def synced_metrics(module: nn.Module, strategy: Strategy) -> Iterator[None]:
 
     torchmetrics' own gathering ends the process (an assertion in gloo) where one rank has seen no sample
     and a metric keeps samples, and counts those twice that several ranks share. Raises ValueError for a metric over the
-    last updates, of which a rank has its own.
+    last updates, of which a rank has its own, and at its update for one that counts beside its states.
     """
-    refuse_windows(module, strategy.topology.data_size)
-    metrics = (
-        [metric for metric in torchmetrics_of(module).values() if metric.dist_sync_fn is None]
-        if strategy.topology.world_size > 1
-        else []
-    )
+    place, found = strategy.topology, torchmetrics_of(module)
+    refuse_windows(module, place.data_size)
+    num_ranks = place.data_size if place.world_size > 1 else strategy.num_devices
+    metrics = [metric for metric in found.values() if metric.dist_sync_fn is None] if place.world_size > 1 else []
     for metric in metrics:
         metric.dist_sync_fn, metric._sync_dist = Gather(strategy), Lists(metric, strategy)
     try:
-        with uncached(metrics):
+        with uncached(metrics), watched_updates(found, num_ranks, place.world_size == 1):
             yield
     finally:
         for metric in metrics:

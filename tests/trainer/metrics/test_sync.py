@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -422,3 +423,99 @@ def test_one_metric_under_two_names_has_one_value() -> None:
         match="'a/dataloader_idx_1' is logged as 'a/dataloader_idx_0' too and would be computed over both loaders",
     ):
         quiet().validate(Twice(), [loader(8), loader(8)])
+
+
+class Ratio(Metric):
+    """Counts samples beside its states, in an attribute of the kind of `number`."""
+
+    total: Tensor
+
+    def __init__(self, number: Any = 0) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), "sum")
+        self.number = number
+        self.n = copy.copy(number)
+
+    def update(self, x: Tensor) -> None:
+        self.total += x.double().sum()
+        if isinstance(self.n, list):
+            self.n.append(len(x))
+        elif isinstance(self.n, dict):
+            self.n["seen"] = self.n.get("seen", 0) + len(x)
+        else:
+            self.n = self.n + len(x) if self.n is not None else len(x)
+
+    def compute(self) -> Tensor:
+        n = self.n
+        return self.total / (sum(n) if isinstance(n, list) else n["seen"] if isinstance(n, dict) else n)
+
+    def reset(self) -> None:
+        super().reset()
+        self.n = copy.copy(self.number)
+
+
+class Finding(Ratio):
+    """Keeps in attributes what each update finds alike, and what `compute` does not read."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("seen", torch.zeros((), dtype=torch.float64), "sum")
+        self.width, self.is_used, self.sizes, self.calls, self.scale = 0, False, None, 0, torch.zeros(())
+
+    def update(self, x: Tensor) -> None:
+        self.total += x.double().sum()
+        self.seen += len(x)
+        self.width, self.is_used, self.sizes, self.scale = x.shape[1], True, [x.shape[1]], torch.ones(())
+        self.calls += 1
+
+    def compute(self) -> Tensor:
+        return self.total / self.seen * self.width * self.is_used * sum(self.sizes or []) * self.scale
+
+
+class OfMetric(Net):
+    def __init__(self, metric: Metric) -> None:
+        super().__init__()
+        self.ratio = metric
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.ratio.update(batch[0])
+        self.log("ratio", self.ratio, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+NUMBERS = [0, torch.zeros(()), [], {}, None]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=repr)
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.ranks), "dp"])
+def test_a_metric_that_counts_beside_its_states_is_refused_over_ranks(strategy: str, number: Any) -> None:
+    trainer = quiet(max_epochs=1, strategy=strategy, devices=2, accelerator="cpu")
+    with pytest.raises(ValueError, match=r"ratio \(Ratio\) counts in n, .*add_state\('n', torch.tensor\(0\)"):
+        trainer.fit(OfMetric(Ratio(number)), loader(48, batch_size=4))
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.ranks), "dp"])
+def test_what_a_metric_finds_alike_in_each_update_is_not_refused(strategy: str) -> None:
+    values = []
+    for options in ({}, {"strategy": strategy, "devices": 2, "split_batches": True}):
+        trainer = quiet(max_epochs=2, accelerator="cpu", **options)
+        trainer.fit(OfMetric(Finding()), loader(48, batch_size=4))
+        values.append(trainer.callback_metrics["ratio"])
+    torch.testing.assert_close(*values, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("metric", [*(partial(Ratio, number) for number in NUMBERS), Finding], ids=range(6))
+def test_a_resumed_run_keeps_what_a_metric_counts_beside_its_states(metric: Any, tmp_path: Any) -> None:
+    class Saving(OfMetric):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.trainer.global_step == 3:
+                self.trainer.save_checkpoint(tmp_path / "middle")
+
+    values = []
+    for kind, path in ((Saving, None), (OfMetric, tmp_path / "middle")):
+        trainer = quiet(max_epochs=1)
+        trainer.fit(kind(metric()), loader(48, batch_size=4), ckpt_path=path)
+        values.append(trainer.callback_metrics["ratio"])
+    assert values[0] == values[1]
