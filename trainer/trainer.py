@@ -233,7 +233,8 @@ class Trainer(Facts):
         run.failed_loggers.clear()
         sources = loaders.Sources({evaluate.KINDS[stage]: dataloaders}, datamodule)
         path = start.checked(run, ckpt_path)
-        self._take_callbacks(module)
+        if module is not run.module:  # else the run has its callbacks, with what they know of its fit
+            self._take_callbacks(module)
         checks.hooks(run, module, datamodule)
         checks.loaders(sources)
         evaluate.check_step(module, stage)

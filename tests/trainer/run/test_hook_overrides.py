@@ -268,6 +268,25 @@ def test_a_module_brings_callbacks_that_replace_those_of_their_class(tmp_path: P
         quiet().fit(type("Own", (Net,), {"configure_callbacks": lambda self: [3]})(), loader())
 
 
+class SavesTheBest(Net):
+    test_step = Net.validation_step
+
+    def configure_callbacks(self) -> Any:
+        return ModelCheckpoint(monitor="val/loss")
+
+
+def test_evaluations_of_a_module_use_the_callbacks_that_it_brought_to_fit(tmp_path: Path) -> None:
+    module, other = SavesTheBest(), SavesTheBest()
+    trainer = quiet(enable_checkpointing=True, default_root_dir=tmp_path, accelerator="cpu", devices=1)
+    trainer.fit(module, loader(), loader())
+    saver = trainer.checkpoint_callback
+    trainer.validate(module, loader(), verbose=False)
+    trainer.test(dataloaders=loader(), verbose=False)
+    assert trainer.checkpoint_callback is saver and trainer._run.begins_from == saver.best_model_path  # type: ignore
+    trainer.test(other, loader(), verbose=False)
+    assert trainer.checkpoint_callback is not saver
+
+
 def test_freezing_and_unfreezing() -> None:
     module = net()
     module.freeze()
