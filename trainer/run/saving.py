@@ -6,8 +6,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,6 +30,7 @@ from lockstep.trainer.checkpoint import snapshot, store
 from lockstep.trainer.checkpoint.manifest import refused
 from lockstep.trainer.run import publish
 from lockstep.trainer.run.hooks import Hooks
+from lockstep.trainer.seeding import rng_state, set_rng_state
 from lockstep.trainer.setup import start
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ def save(
             "training belongs to; give weights_only=True, or call it in a hook of fit"
         )
     if not run.active:
-        _save_after(run, run.module, os.path.abspath(os.path.expanduser(path)), weights_only)
+        with _at_end(run) if run.final and run.at_end else nullcontext():
+            _save_after(run, run.module, os.path.abspath(os.path.expanduser(path)), weights_only)
         return
     if run.window_is_open:
         raise RuntimeError(
@@ -107,6 +109,8 @@ def save(
             while_saving.enter_context(run.strategy.evaluation_weights(run.wrapped, run.optimizers.values()))
             _save_weights(run, run.module, path, run.strategy.state_dict(run.wrapped, {}), **options)
         else:
+            if run.stage != "fit" and run.at_end:
+                while_saving.enter_context(_at_end(run))
             run.saving = snapshot.save(run, run.module, path, wait=wait, **options)
     run.saving_seconds += time.perf_counter() - began
 
@@ -121,6 +125,29 @@ def _save_after(run: RunState, module: Module, path: str, weights_only: bool) ->
         _save_weights(run, module, path, gather_state(module, {}), alone=True)
     else:
         store.copy(_of_the_end(run), path)
+
+
+_OF_FIT = ("seed", "rng_at_setup", "metrics", "callback_metrics", "logged_metrics", "progress_bar_metrics")
+_OF_FIT += ("measured_at", "datamodule")
+
+
+def note_end(run: RunState) -> None:
+    """Called once a fit has returned: what a checkpoint of its end holds, which evaluations and other code change."""
+    run.at_end = {name: vars(run)[name] for name in _OF_FIT}
+    run.at_end |= {"measured_at": {**run.measured_at}, "streams": rng_state(run.streams)}
+
+
+@contextmanager
+def _at_end(run: RunState) -> Iterator[None]:
+    """While it lasts the run is as its fit has ended."""
+    now, streams = {name: vars(run)[name] for name in (*_OF_FIT, "streams")}, rng_state()
+    vars(run).update({**run.at_end, "streams": {}})
+    set_rng_state(run.at_end["streams"], run.streams)
+    try:
+        yield
+    finally:
+        vars(run).update(now)
+        set_rng_state(streams)
 
 
 def _is_as_trained(run: RunState, module: Module) -> bool:

@@ -81,6 +81,8 @@ class RunState:
     """The loss of the last optimizer step over all ranks; None if knowing it would cost a host synchronization."""
     final: bool = False
     """Whether the module holds what a fit has ended with."""
+    at_end: dict[str, Any] = field(default_factory=dict)
+    """What a checkpoint of the end of the last fit holds and later runs change, where the fit ran in this process."""
     log_dir: str | None = None
     config: str | None = None
     """The resolved configuration as YAML, if the run has one; loggers write it."""
@@ -330,7 +332,7 @@ class RunState:
             )
         )
         gone |= {"streams": {}, "given_loaders": {}, "schedulers": [], "user_optimizers": [], "optimizers": {}}
-        gone["parameter_states"] = {}
+        gone |= {"parameter_states": {}, "at_end": {}}
         return {**vars(self), **gone, "metrics": None, "hooks": Hooks()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import CheckpointError, Module, Trainer
+from lockstep import CheckpointError, DataModule, Module, Trainer
 from lockstep.callbacks import Callback, ModelCheckpoint, WeightAveraging
 from lockstep.strategies import FSDP
 from lockstep.trainer.checkpoint.store import Checkpoint
@@ -133,6 +133,60 @@ def test_an_evaluation_in_between_changes_nothing(tmp_path: Path) -> None:
     trainer.validate(module, loader(), ckpt_path=tmp_path / "one", verbose=False)
     with pytest.raises(RuntimeError, match="no state of a fit"):
         trainer.save_checkpoint(tmp_path / "third")
+
+
+class Counts(DataModule):
+    """Data that says how often it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def train_dataloader(self) -> Any:
+        self.asked += 1
+        return loader(shuffle=True)
+
+    test_dataloader = train_dataloader
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self.asked}
+
+
+class SavesInTest(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_test_end(self, trainer: Trainer, module: Module) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("seed", [0, None])
+@pytest.mark.parametrize("within", [False, True])
+def test_a_test_in_between_is_not_in_the_checkpoint_of_the_fit(seed: int | None, within: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "seed": seed}
+
+    class Tested(Net):
+        test_step = Net.validation_step
+
+    def module() -> Module:
+        torch.manual_seed(0)
+        return Tested(dropout=0.3)
+
+    whole, first, second = module(), module(), module()
+    for each, epochs in ((whole, 2), (first, 1)):
+        torch.manual_seed(3)
+        trainer = quiet(max_epochs=epochs, callbacks=SavesInTest(tmp_path / "in"), **options)
+        trainer.fit(each, datamodule=Counts())
+    shown = {**trainer.callback_metrics}
+    torch.manual_seed(5)
+    trainer.test(first, loader(), verbose=False)
+    drawn = torch.rand(1)
+    trainer.save_checkpoint(tmp_path / "after")
+    state = Checkpoint.open(path := tmp_path / ("in" if within else "after")).state
+    assert state["metrics"] == {name: float(value) for name, value in shown.items()}
+    assert state["datamodule"] == {"asked": 1}
+    assert "val/loss" in trainer.callback_metrics and not torch.equal(drawn, torch.rand(1))
+    quiet(max_epochs=2, **options).fit(second, datamodule=Counts(), ckpt_path=path)
+    assert equal(weights(whole), weights(second))
 
 
 def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
