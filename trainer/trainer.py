@@ -228,6 +228,7 @@ class Trainer(Facts):
             module, ckpt_path = start.last_module(run, stage, ckpt_path)
         if not isinstance(module, Module):
             raise checks.no_module(stage, module)
+        checks.not_run_by_another(run, module, stage)
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
         run.failed_loggers.clear()

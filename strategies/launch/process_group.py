@@ -49,7 +49,8 @@ def init_process_group(
     guessed later. On one node all sockets are on the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME
     says otherwise, and rank 0 hosts a TCP store, where one is needed, there. On several nodes gloo uses the interface
     that leads to rank 0's host unless GLOO_SOCKET_IFNAME names another. Ranks may leave and join again, with `members`
-    only these of the world, which get new numbers. Raises what torch raises where the ranks do not meet.
+    only these of the world, which get new numbers. Raises RuntimeError where this process has a default group, and what
+    torch raises where the ranks do not meet.
     """
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -76,6 +77,12 @@ def init_process_group(
     if _kept and started_by_lockstep():  # it has left a group; one that ends does not pay for the import
         _forget_meshes()
     _wait_until_left(timeout_s)
+    if dist.is_initialized():
+        raise RuntimeError(
+            "this process is in a torch.distributed group already, that of a run that has not returned or one that "
+            "your code has made, and a run on ranks makes its own; begin it once the other run has returned, or call "
+            "torch.distributed.destroy_process_group() before"
+        )
     dist.init_process_group(
         backend,
         store=store,

@@ -127,8 +127,8 @@ def _save_after(run: RunState, module: Module, path: str, weights_only: bool) ->
         store.copy(_of_the_end(run), path)
 
 
-_OF_FIT = ("seed", "rng_at_setup", "metrics", "callback_metrics", "logged_metrics", "progress_bar_metrics")
-_OF_FIT += ("measured_at", "datamodule")
+_OF_FIT: tuple[str, ...] = ("seed", "rng_at_setup", "datamodule", "metrics", "measured_at")
+_OF_FIT += ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
 def note_end(run: RunState) -> None:

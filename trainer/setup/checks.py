@@ -46,6 +46,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
         )
     if not isinstance(module, Module):
         raise no_module("fit", module)
+    not_run_by_another(run, module, "fit")
     hooks(run, module, sources.datamodule)
     name = type(module).__name__
     for method in ("training_step", "configure_optimizers"):
@@ -194,6 +195,18 @@ def not_running(run: RunState, method: str) -> None:
             "returned, "
             "or measure in validation_step, with several validation loaders if need be"
         )
+
+
+def not_run_by_another(run: RunState, module: Module, method: str) -> None:
+    """Raise RuntimeError for a module of which any part is in a run of another Trainer: it would be taken from it."""
+    for name, child in module.named_modules():
+        other = vars(child).get("_trainer") if isinstance(child, Module) else None
+        if other is not None and other is not run.trainer and other._run.active:
+            raise RuntimeError(
+                f"{method} was called with {f'a module whose {name}' if name else 'a module that'} is in "
+                f"{other._run.stage} of another Trainer, which would lose it; give copy.deepcopy of the module, or "
+                f"call {method} once that {other._run.stage} has returned"
+            )
 
 
 def not_done(run: RunState) -> None:

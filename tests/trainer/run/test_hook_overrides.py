@@ -282,7 +282,8 @@ def test_evaluations_of_a_module_use_the_callbacks_that_it_brought_to_fit(tmp_pa
     saver = trainer.checkpoint_callback
     trainer.validate(module, loader(), verbose=False)
     trainer.test(dataloaders=loader(), verbose=False)
-    assert trainer.checkpoint_callback is saver and trainer._run.begins_from == saver.best_model_path  # type: ignore
+    assert saver is not None and trainer.checkpoint_callback is saver
+    assert trainer._run.begins_from == saver.best_model_path
     trainer.test(other, loader(), verbose=False)
     assert trainer.checkpoint_callback is not saver
 

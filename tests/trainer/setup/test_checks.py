@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -256,6 +257,52 @@ def test_a_run_within_a_run_is_refused(method: str) -> None:
         cpu(callbacks=[Nests(method)]).fit(net(), loader(8))
     with pytest.raises(RuntimeError, match=f"trainer.{method} was called while this Trainer runs fit"):
         cpu(callbacks=[Nests(method)], devices=2).fit(net(), loader(8))
+
+
+class Validates(Callback):
+    """Runs another Trainer at the end of an epoch."""
+
+    def __init__(self, choose: Any) -> None:
+        self.choose = choose
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        quiet(accelerator="cpu").validate(self.choose(module), loader(16), verbose=False)
+
+
+class Whole(Net):
+    """Holds a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.part = net()
+
+
+@pytest.mark.parametrize("choose", [lambda module: module, lambda module: module.part])
+def test_another_trainer_does_not_take_a_module_that_is_in_a_run(choose: Any) -> None:
+    module, trainer = Whole(), cpu(callbacks=Validates(choose))
+    with pytest.raises(RuntimeError, match="validate was called with a module that is in fit of another Trainer"):
+        trainer.fit(module, loader(16))
+    assert module.trainer is trainer
+    holder = Whole()
+    holder.part = module
+    inner = cpu(callbacks=Validates(lambda _: holder))
+    with pytest.raises(RuntimeError, match="with a module whose part is in fit of another Trainer"):
+        inner.fit(module, loader(16))
+
+
+def test_another_trainer_evaluates_a_copy_of_a_module_that_is_in_a_run() -> None:
+    plain, watched = net(dropout=0.0), net(dropout=0.0)
+    cpu(max_epochs=2, seed=0).fit(plain, loader(16))
+    trainer = cpu(max_epochs=2, seed=0, callbacks=Validates(copy.deepcopy))
+    trainer.fit(watched, loader(16))
+    assert watched.trainer is trainer and equal(weights(plain), weights(watched))
+
+
+@pytest.mark.ranks
+def test_another_trainer_on_a_rank_of_a_run_is_refused_by_name() -> None:
+    with pytest.raises(RuntimeError, match="this process is in a torch.distributed group already"):
+        cpu(strategy="ddp", devices=2, callbacks=Validates(lambda _: net())).fit(net(), loader(16))
 
 
 # ---- metrics of several values ------------------------------------------------------------------------
