@@ -57,12 +57,31 @@ class ManualOptimizer(HeldOptimizer):
         with counting_once() as refused, without_casts:
             if scaler is not None:
                 scaler.unscale_once(self.optimizer)
-            for hook in run.hooks.on_before_optimizer_step:
-                hook(self.optimizer)
-            if closure is not None and run.world_size > 1:
-                closure = self._agreed(closure, refused)
+            if closure is None:
+                for hook in run.hooks.on_before_optimizer_step:
+                    hook(self.optimizer)
+            else:
+                closure = self._with_hooks(self._agreed(closure, refused) if run.world_size > 1 else closure)
             if run.strategy.optimizer_step(run.wrapped, self.optimizer, closure):
                 run.manually_stepped = True
+
+    def _with_hooks(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """`closure` with `on_before_optimizer_step` after it, which sees the gradients that it computes: as in automatic
+        optimization, all hooks at first, and the user's when the optimizer calls it again."""
+        from lockstep.trainer.run.hooks import is_users
+
+        hooks, device = self._run.hooks.on_before_optimizer_step, self._run.strategy.topology.device.type
+
+        def call() -> Any:
+            nonlocal hooks
+            loss = closure()
+            with torch.autocast(device, enabled=False):
+                for hook in hooks:
+                    hook(self.optimizer)
+            hooks = tuple(filter(is_users, hooks))
+            return loss
+
+        return call
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
@@ -107,8 +126,8 @@ class AutomaticOptimizer(HeldOptimizer):
     Until `close` a step of the optimizer that the loop has not begun is refused.
     """
 
-    is_open = False
-    """Whether `Module.optimizer_step` runs, where alone it may be stepped."""
+    closure: Callable[[], Any] | None = None
+    """The loop's, while `Module.optimizer_step` runs, where alone the optimizer may be stepped."""
 
     def __init__(self, optimizer: Optimizer, run: RunState) -> None:
         super().__init__(optimizer)
@@ -129,11 +148,11 @@ class AutomaticOptimizer(HeldOptimizer):
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Step with the gradients that the loop has computed; `closure` is for optimizers that move and compute them
-        again."""
-        if not self.is_open:
+        """Step with the gradients that the loop has computed; the loop's `closure` is for optimizers that move and
+        compute them again, and one of user code is called by every optimizer that calls closures."""
+        if self.closure is None:
             self.refuse()
-        if not evaluates_again(self.optimizer):
+        if closure is self.closure and not evaluates_again(self.optimizer):
             closure = None  # it would cost a collective, for a value that nobody reads
         if self.take(closure):
             self._run.manually_stepped = True

@@ -68,12 +68,12 @@ class OwnStep:
 
         if not self._overrides:
             return handle.take(closure if name in self._closing else None)
-        handle.is_open = True
+        handle.closure = closure
         try:
             batch_idx = window.micro_batches[-1].batch_idx
             self._module.optimizer_step(run.progress.current_epoch, batch_idx, handle, closure)
         finally:
-            handle.is_open = False
+            handle.closure = None
         return run.manually_stepped
 
     def _evaluate_again(self, optimizer: Optimizer, window: Window) -> None:

@@ -307,3 +307,80 @@ def test_a_plateau_by_steps_follows_the_loss_of_each_step(frequency: int, log_ev
         assert distance(weights(module), want) < 1e-12
         if devices == 1:
             assert module.seen == pytest.approx(seen, rel=1e-12)
+
+
+class Halves(Net):
+    """Steps by a closure of its own, which halves the gradients."""
+
+    def __init__(self, make: Callable[[Any], Optimizer]) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+    def halve(self) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def closure() -> Any:
+            loss = optimizer_closure()
+            self.halve()
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+class HalvesInAHook(Halves):
+    """Steps by hand with a closure that computes the gradients, which a hook halves."""
+
+    optimizer_step = Net.optimizer_step
+
+    def __init__(self, make: Callable[[Any], Optimizer]) -> None:
+        super().__init__(make)
+        self.automatic_optimization = False
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.halve()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(self(batch[0]), batch[1])
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+
+OWN = {
+    "torch's": (Halves, lambda p: SGD(p, lr=0.1)),
+    "by hand": (HalvesInAHook, lambda p: SGD(p, lr=0.1)),
+    "by hand, again": (HalvesInAHook, lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3)),
+}
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize("name", OWN)
+def test_a_closure_of_user_code_is_called_and_hooks_see_its_gradients(name: str, strategy: str, devices: int) -> None:
+    kind, make = OWN[name]
+    module = net()
+    module.double()
+    optimizer = make(module.parameters())
+    for x, y in loader(44, 8):
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(module(x.double()), y)
+            loss.backward()
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)
+            return loss
+
+        optimizer.step(closure)
+    assert distance(weights(trained(strategy, devices, make, kind)), weights(module)) < 1e-12
