@@ -22,7 +22,7 @@ from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.phase import CALLBACKS, END_OF_STEP, OPTIMIZER_STEP, set_phase
 from lockstep.trainer.run import evaluate, loss_means, publish, saving
 from lockstep.trainer.run.guards import check_weight, on_any_rank
-from lockstep.trainer.run.hooks import is_users, refuse_skip
+from lockstep.trainer.run.hooks import check_exchanged, is_users, refuse_skip
 from lockstep.trainer.setup import assigned, prepare, reload, start_hooks
 from lockstep.trainer.setup.loaders import follow_training, samples_of_all
 from lockstep.trainer.setup.optimizers import step_schedulers
@@ -153,6 +153,7 @@ def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, It
         progress.epoch_begun = True
         if run.accumulate_grad_batches != loop.train_loader.plan["accumulate"]:
             reload.change_accumulation(run, loop)
+    check_exchanged(run, module)
     if follow_training(run, loop.train_loader):
         reload.measure_again(run, loop)
     stop = saving.agree_to_stop(run) or saving.is_at_last_step(run)
@@ -290,10 +291,8 @@ def _hash_of_rates(optimizers: Iterable[Optimizer]) -> int:
 
 
 def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of a window, on the device, with the hooks of each batch around it.
-
-    Returns to the strategy in between, which has run backward by then; the last batch's end comes after the step.
-    """
+    """Yield the micro-batches of a window, on the device, with the hooks of each batch around it. Returns to the
+    strategy in between, which has run backward by then; the last batch's end comes after the step."""
     metrics, hooks, progress = run.metrics, run.hooks, run.progress
     num = len(window.micro_batches) // (window.num_shares or 1)
     data_size, num_samples = run.strategy.topology.data_size, window.num_samples

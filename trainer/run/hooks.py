@@ -7,7 +7,7 @@ import difflib
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -81,11 +81,13 @@ class Hooks:
     on_load_checkpoint: Calls = ()
     module_train_epoch_end: Calls = ()
     """The module's `on_train_epoch_end`; metrics are reduced between it and the callbacks'."""
+    found: dict[str, Any] = field(default_factory=dict)
+    """What `exchangeable` found then, and `training_step` in a fit."""
 
     @classmethod
     def find(cls, run: RunState, module: Module) -> Hooks:
         """The hooks that the module, the DataModule and the callbacks override."""
-        found = cls()
+        found = cls(found=exchangeable(run, module))
         for name in NAMES:
             own = [accept(getattr(module, name))] if overrides(module, name, Module) else []
             others = _of_callbacks(run, module, name)
@@ -99,6 +101,27 @@ class Hooks:
                 own = []
             setattr(found, name, around([*own, *others]))
         return found
+
+
+def check_exchanged(run: RunState, module: Module) -> None:
+    """Raise RuntimeError for callbacks, hooks and a `training_step` that user code has exchanged since the run was set
+    up: it would continue with those before, and one that is resumed does not know them."""
+    before, now = run.hooks.found, exchangeable(run, module) | {"training_step": training_step_of(module)}
+    if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
+        raise RuntimeError(
+            f"{', '.join(changed)} changed after the run was set up, which would have no effect; give callbacks to the "
+            "Trainer or return them from configure_callbacks, set methods in __init__ or setup, and let a method "
+            "choose when it is called, such as by self.current_epoch"
+        )
+
+
+def exchangeable(run: RunState, module: Module) -> dict[str, Any]:
+    """The callbacks, and the hooks that are attributes of objects, by name."""
+    found: dict[str, Any] = {"trainer.callbacks": [*map(id, run.callbacks)]}
+    for at, owner in (("", module), *((f"{type(item).__name__}.", item) for item in run.callbacks)):
+        for name in vars(owner).keys() & NAMES:
+            found.setdefault(f"{at}{name}", []).append(vars(owner)[name])
+    return found
 
 
 def _of_callbacks(run: RunState, module: Module, name: str) -> list[Callable[..., Any]]:

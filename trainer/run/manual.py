@@ -28,8 +28,10 @@ class HeldOptimizer:
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        owner = self.optimizer if name in ("param_groups", "state", "defaults") else self
-        object.__setattr__(owner, name, value)
+        if name in ("optimizer", "_run", "hooks") or hasattr(type(self), name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.optimizer, name, value)
 
 
 class ManualOptimizer(HeldOptimizer):
@@ -66,8 +68,8 @@ class ManualOptimizer(HeldOptimizer):
                 run.manually_stepped = True
 
     def _with_hooks(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """`closure` with `on_before_optimizer_step` after it, which sees the gradients that it computes: as in automatic
-        optimization, all hooks at first, and the user's when the optimizer calls it again."""
+        """`closure` with `on_before_optimizer_step` after it, which sees the gradients that it computes: all hooks at
+        first, and the user's when the optimizer calls it again, as in automatic optimization."""
         from lockstep.trainer.run.hooks import is_users
 
         hooks, device = self._run.hooks.on_before_optimizer_step, self._run.strategy.topology.device.type

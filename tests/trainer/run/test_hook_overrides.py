@@ -288,6 +288,50 @@ def test_evaluations_of_a_module_use_the_callbacks_that_it_brought_to_fit(tmp_pa
     assert trainer.checkpoint_callback is not saver
 
 
+class Exchanges(Net):
+    """Changes in a hook what the run was set up with."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def second(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * 2
+
+    def configure_optimizers(self) -> Any:
+        if self.what == "in time":
+            self.training_step = self.second  # type: ignore[method-assign]
+        return super().configure_optimizers()
+
+    def on_train_start(self) -> None:
+        if self.what == "trainer.callbacks":
+            self.trainer.callbacks.append(Short())
+        elif self.what == "on_train_batch_end":
+            self.on_train_batch_end = print  # type: ignore[method-assign]
+        elif self.what == "Short.on_train_batch_end":
+            self.trainer.callbacks[-1].on_train_batch_end = print
+
+    def on_train_epoch_start(self) -> None:
+        if self.what == "training_step" and self.current_epoch == 1:
+            self.training_step = self.second  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "what", ["trainer.callbacks", "on_train_batch_end", "Short.on_train_batch_end", "training_step"]
+)
+def test_what_is_exchanged_while_a_run_lasts_is_refused_by_name(what: str) -> None:
+    trainer = quiet(accelerator="cpu", devices=1, max_epochs=2, callbacks=[Short(), Short()])
+    with pytest.raises(RuntimeError, match=rf"{what} changed after the run was set up, which would have no effect"):
+        trainer.fit(Exchanges(what), loader(16))
+    assert trainer.current_epoch == (what == "training_step") and trainer.global_step == 2 * trainer.current_epoch
+
+
+def test_what_is_exchanged_before_a_run_reads_it_is_not_refused() -> None:
+    trainer = quiet(accelerator="cpu", devices=1, max_epochs=2, callbacks=[Short(), Short()])
+    trainer.fit(Exchanges("in time"), loader(16))
+    assert trainer.current_epoch == 2
+
+
 def test_freezing_and_unfreezing() -> None:
     module = net()
     module.freeze()

@@ -224,3 +224,48 @@ def test_each_forward_of_a_step_casts_the_weights_of_then(strategy: str) -> None
     if strategy == "single":
         assert equal(weights(module), weights(expected))
     assert distance(weights(module), weights(expected)) < 1e-2
+
+
+class Rated(torch.optim.SGD):
+    """Steps by a rate that is an attribute."""
+
+    rate = 1.0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad, alpha=self.rate * self.param_groups[0]["lr"])
+
+
+class SetsTheRate(Net):
+    def __init__(self, automatic: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+
+    def configure_optimizers(self) -> Any:
+        return Rated(self.parameters(), lr=0.1)
+
+    def on_train_start(self) -> None:
+        self.optimizers().rate = 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_an_attribute_set_by_way_of_optimizers_is_the_optimizers(automatic: bool) -> None:
+    torch.manual_seed(0)
+    module, plain = SetsTheRate(automatic), net()
+    quiet(accelerator="cpu", devices=1).fit(module, loader(16))
+    for x, y in loader(16):
+        loss = F.cross_entropy(plain(x), y)
+        for parameter, gradient in zip(
+            plain.parameters(), torch.autograd.grad(loss, [*plain.parameters()]), strict=True
+        ):
+            parameter.data.sub_(gradient, alpha=0.05)
+    assert equal(weights(plain), weights(module))
