@@ -84,6 +84,10 @@ class Hooks:
     found: dict[str, Any] = field(default_factory=dict)
     """What `exchangeable` found then, and `training_step` in a fit."""
 
+    def before_step_again(self) -> Calls:
+        """The user's `on_before_optimizer_step`, for an optimizer that computes gradients again."""
+        return tuple(filter(is_users, self.on_before_optimizer_step))
+
     @classmethod
     def find(cls, run: RunState, module: Module) -> Hooks:
         """The hooks that the module, the DataModule and the callbacks override."""

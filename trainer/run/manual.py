@@ -70,8 +70,6 @@ class ManualOptimizer(HeldOptimizer):
     def _with_hooks(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """`closure` with `on_before_optimizer_step` after it, which sees the gradients that it computes: all hooks at
         first, and the user's when the optimizer calls it again, as in automatic optimization."""
-        from lockstep.trainer.run.hooks import is_users
-
         hooks, device = self._run.hooks.on_before_optimizer_step, self._run.strategy.topology.device.type
 
         def call() -> Any:
@@ -80,7 +78,7 @@ class ManualOptimizer(HeldOptimizer):
             with torch.autocast(device, enabled=False):
                 for hook in hooks:
                     hook(self.optimizer)
-            hooks = tuple(filter(is_users, hooks))
+            hooks = self._run.hooks.before_step_again()
             return loss
 
         return call
