@@ -68,8 +68,8 @@ def noted(run: RunState, module: Module, stage: str, sources: Sources) -> Iterat
                 end_in_one_line(error)
             raise
         run.status, run.final = "finished", stage == "fit" or run.final
-    if stage == "fit":
-        saving.note_end(run)
+        if stage == "fit":
+            saving.note_end(run)
 
 
 class attached:
