@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from lockstep.trainer.kept.values import drop, fields
+from lockstep.trainer.kept.values import dict_of, drop, fields
 
 
 class Gone:
@@ -24,7 +24,13 @@ class Gone:
     def names(self, owners: Mapping[str, Any]) -> list[list[str]]:
         """Owner and name of each attribute that is gone, of owners that are still there."""
         still = [(path, owner, had) for path, (owner, had) in self._had.items() if owners.get(path) is owner]
-        return [[path, name] for path, owner, had in still for name in sorted(had - fields(owner).keys())]
+        return [[path, name] for path, owner, had in still for name in sorted(had - _names(owner))]
+
+
+def _names(owner: Any) -> set[str]:
+    """The attributes of an owner, and of a module what has taken the place of one as a layer or tensor of it."""
+    own = dict_of(owner)
+    return {*fields(owner), *(name for held in ("_modules", "_parameters", "_buffers") for name in own.get(held, ()))}
 
 
 def take_away(owners: Mapping[str, Any], gone: Iterable[Collection[str]]) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -116,7 +116,8 @@ def _life(run: RunState, module: Module, sources: Sources, stage: str, ckpt_path
         if os.getpid() != process:  # a process that user code forked: the run is its parent's
             raise
         error = _report(run, stage, caught)
-        continue_streams(streams)  # those of ranks that the launcher starts have ended too, and with others' samples
+        with suppress(RuntimeError):  # of a GPU that the error has left unusable, which is not to hide it
+            continue_streams(streams)  # those of started ranks have ended too, and with others' samples
         if error is not caught:
             raise error from (None if error is caught.__cause__ else caught)
         raise

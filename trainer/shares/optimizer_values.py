@@ -12,7 +12,8 @@ from lockstep.strategies.optimizers.numbers import numbers_of, put_back, same
 
 
 class OptimizerValues:
-    """The numbers of parameter groups, and what tells whether the state of optimizers was changed, in one window.
+    """The numbers of parameter groups, and what tells whether the state or an attribute of optimizers was changed, in
+    one window.
 
     Without `watches_state` that is not noted, as on a rank with one share, which may change it.
     """
@@ -64,10 +65,16 @@ class OptimizerValues:
             return []
         states = [getattr(optimizer.state, "held", optimizer.state) for optimizer in self._optimizers]
         entries = [entry for state in states for entry in state.values() if isinstance(entry, dict)]
-        return [_mark(value) for entry in entries for value in entry.values()]
+        own = [
+            item for optimizer in self._optimizers for item in vars(optimizer).items() if isinstance(item[1], _PLAIN)
+        ]
+        return [*own, *(_mark(value) for entry in entries for value in entry.values())]
+
+
+_PLAIN = (int, float, str)
 
 
 def _mark(value: Any) -> Any:
     if not isinstance(value, Tensor):
-        return value if isinstance(value, (int, float, str)) else id(value)
+        return value if isinstance(value, _PLAIN) else id(value)
     return id(value), getattr(value, "_local_tensor", value)._version

@@ -159,10 +159,12 @@ class Shares:
                 "or self.log"
             )
         known = {(buffer.module, buffer.name) for buffer in self._buffers}
-        if new := [place for place in self._places() if place not in known]:
+        new = [place for place in self._places() if place not in known]
+        if new := [(module, name) for module, name in new if name not in module._non_persistent_buffers_set]:
             raise RuntimeError(
                 f"training_step set the buffer {shortened(self._named(new))}, which there was not, so that it would "
-                "depend on how many shares a rank runs; register it in __init__ with a tensor of its shape"
+                "depend on how many shares a rank runs; register it in __init__ with a tensor of its shape, or a cache "
+                "with persistent=False"
             )
         self._of_optimizers.end_share()
         if self._after_first is None:

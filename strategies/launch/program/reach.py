@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import operator
 import random
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from io import IOBase
 from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -20,7 +22,10 @@ from lockstep.strategies.launch.program.values import slots
 
 _MANY, _MOST, _MOST_BYTES = 256, 20_000, 1 << 20
 _OTHERS = frozenset({"torch", "numpy", "lockstep", "builtins", "collections", "functools", "random"})
-"""Packages whose functions and classes are not read."""
+"""Packages whose functions and classes are not read, besides those of the standard library."""
+_HOLDERS = frozenset({"types", "argparse"})
+"""Modules of the standard library whose objects hold what users put into them."""
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _OPAQUE = ("ctypes", "multiprocessing")
 """Packages of objects whose state cannot be put back."""
 _LEAVES = (str, bytes, int, float, complex, type(None), CodeType)
@@ -40,7 +45,7 @@ def can_be_tried(value: Any) -> bool:
 @contextmanager
 def kept_state(value: Any) -> Iterator[None]:
     """Give variables, attributes and containers that `value` can reach their content back at the end, and tensors and
-    arrays; larger ones are taken to be data."""
+    arrays; larger ones are taken to be data, and parameters are not changed by it."""
     put_back = [restore for held in _reached_by(value) for restore in _restorers(held)]
     try:
         yield
@@ -52,7 +57,8 @@ def kept_state(value: Any) -> Iterator[None]:
 def _is_opaque(value: Any) -> bool:
     generators = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
     kind = type(value)
-    return isinstance(value, generators) or hasattr(kind, "__next__") or _package(kind.__module__) in _OPAQUE
+    is_iterator = hasattr(kind, "__next__") and not isinstance(value, IOBase)
+    return isinstance(value, generators) or is_iterator or _package(kind.__module__) in _OPAQUE
 
 
 def _reached_by(value: Any) -> list[Any]:
@@ -82,12 +88,18 @@ def _held_by(value: Any) -> list[Any]:
         return [value.fget if isinstance(value, property) else value.__func__]
     if isinstance(value, type):
         return [] if _is_other(value.__module__) else [*vars(value).values()]
+    if isinstance(value, _CONTAINERS) or not _is_closed(type(value).__module__):
+        return _held_by_object(value)
+    return [getattr(value, "__self__", None), getattr(value, "__wrapped__", None)]
+
+
+def _held_by_object(value: Any) -> list[Any]:
     held = [getattr(value, "__self__", None), *type(value).__mro__]
     if isinstance(value, partial):
         held += [value.func, value.args, value.keywords]
     if isinstance(value, dict):
         held += islice(dict.values(value), _MANY)
-    elif isinstance(value, list | tuple | set | frozenset | deque):
+    elif isinstance(value, _CONTAINERS):
         held += islice(value, _MANY)
     names = {name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))}
     for name in ("__dict__", *sorted(names)):
@@ -105,7 +117,14 @@ def _package(module: Any) -> str:
 
 
 def _is_other(module: Any) -> bool:
-    return _package(module) in _OTHERS
+    return _package(module) in _OTHERS or _package(module) in sys.stdlib_module_names
+
+
+def _is_closed(module: Any) -> bool:
+    """Whether objects of a class of this module are not read: those of Lockstep lead to all of the run, and those of
+    the standard library to what a program has one of, such as its streams and logging handlers."""
+    package = _package(module)
+    return package == "lockstep" or (package in sys.stdlib_module_names and package not in {*_HOLDERS, "functools"})
 
 
 def _held_by_function(function: FunctionType) -> list[Any]:
@@ -119,8 +138,8 @@ def _restorers(held: Any) -> list[Callable[[], None]]:
     """What puts the content of an object itself back."""
     kind: Any = type(held)
     if isinstance(held, _ARRAYS):
-        is_data = held.nbytes > _MOST_BYTES or (isinstance(held, torch.Tensor) and held.layout != torch.strided)
-        return [] if is_data else [_array_restorer(held)]
+        is_plain = type(held) in _ARRAYS and getattr(held, "layout", torch.strided) == torch.strided
+        return [_array_restorer(held)] if is_plain and held.nbytes <= _MOST_BYTES else []
     if isinstance(held, FunctionType):
         return _variable_restorers(held)
     if isinstance(held, type):

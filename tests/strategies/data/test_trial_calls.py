@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep import Trainer
 from lockstep.strategies.data.sample_axis import ROWS, Shown
 
 Numbered = Callable[[list[Tensor]], tuple[Tensor, int]]
+LOG = logging.getLogger("lockstep.tests")
 CALLS, TABLE, SUM, ARRAY = 0, {"calls": 0}, torch.zeros(()), np.zeros(1)
 
 
@@ -90,6 +94,21 @@ def default() -> Numbered:
     return collate
 
 
+class OfRun:
+    """Holds a Trainer, whose parts lead to iterators, as a module in a run does; a parameter; and a logger."""
+
+    def __init__(self) -> None:
+        self.trainer = Trainer(logger=False, enable_checkpointing=False)
+        self.trainer._run.extra = itertools.count()  # type: ignore[attr-defined]
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.calls = 0
+
+    def collate(self, samples: list[Tensor]) -> tuple[Tensor, int]:
+        LOG.debug("%d samples, as %s sees", len(samples), sys.stderr)
+        self.calls += 1
+        return torch.stack(samples), self.calls
+
+
 def iterator() -> Numbered:
     calls = itertools.count(1)
     return lambda samples: (torch.stack(samples), next(calls))
@@ -105,9 +124,10 @@ def iterator() -> Numbered:
         (lambda: of_a_helper, True),
         (closure, True),
         (default, True),
+        (lambda: OfRun().collate, True),
         (iterator, False),
     ],
-    ids=["object", "slots", "globals", "helper", "closure", "default", "iterator"],
+    ids=["object", "slots", "globals", "helper", "closure", "default", "run", "iterator"],
 )
 def test_a_collate_function_remembers_the_calls_of_the_loop_alone(make: Callable[[], Any], is_tried: bool) -> None:
     shown, function = Shown(), make()

@@ -183,6 +183,11 @@ def set_buffer(module: Any, x: torch.Tensor) -> None:
     module.register_buffer("mean", x.mean())
 
 
+def fill_cache(module: Any, x: torch.Tensor) -> None:
+    if not hasattr(module, "mask"):
+        module.register_buffer("mask", torch.ones(1), persistent=False)
+
+
 @pytest.mark.parametrize(
     ("kept", "step", "message"),
     [
@@ -193,7 +198,7 @@ def set_buffer(module: Any, x: torch.Tensor) -> None:
         (lambda: iter(DataLoader(TensorDataset(torch.ones(99)))), read, "training_step changed kept"),
         (Slots, count_in_slots, "training_step changed kept"),
         (lambda: None, note_on_trainer, "training_step changed Trainer.mine"),
-        (lambda: None, note_on_optimizer, "training_step changed AutomaticOptimizer.mine"),
+        (lambda: None, note_on_optimizer, "training_step or a hook of a batch changed the state of an optimizer"),
         (lambda: None, set_buffer, "training_step set the buffer mean, which there was not"),
     ],
 )
@@ -202,6 +207,10 @@ def test_steps_that_keep_what_the_shares_of_a_rank_have_in_common(kept: Any, ste
     module.kept = kept()
     with pytest.raises(RuntimeError, match=message):
         fit(module)
+
+
+def test_a_cache_may_be_filled() -> None:
+    fit(Toy(fill_cache))
 
 
 class Damps(Toy):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +43,20 @@ class Part(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.rate = 0.5
+
+
+class Lazy(Net):
+    """Makes its loss, a layer without parameters, in the place of None."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="SGD", lr=0.1)
+        self.criterion: nn.Module | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.criterion is None:
+            self.criterion = nn.CrossEntropyLoss()
+        x, y = batch
+        return self.criterion(self(x), y)
 
 
 class Once(Callback):
@@ -94,3 +110,23 @@ def test_a_checkpoint_from_before_has_nothing_of_it() -> None:
     assert alike([{"values": {}, "lost": [], "on_device": []}])["gone"] == []
     both = [{"gone": [["", "warm"], ["", "mask"]]}, {"gone": [["", "mask"]]}]
     assert alike(both)["gone"] == [["", "mask"]]
+
+
+def test_a_layer_in_the_place_of_an_attribute_deletes_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole = Lazy()
+    first, resumed = copy.deepcopy(whole), copy.deepcopy(whole)
+    quiet(max_epochs=2).fit(whole, loader())
+    trainer = quiet(max_epochs=1)
+    trainer.fit(first, loader())
+    trainer.save_checkpoint(tmp_path / "one")
+    quiet(max_epochs=2).fit(resumed, loader(), ckpt_path=tmp_path / "one")
+    assert equal(weights(whole), weights(resumed))
+
+
+@pytest.mark.ranks
+def test_nor_does_it_after_ranks() -> None:
+    trainer, model = quiet(strategy="ddp", devices=2, accelerator="cpu", max_steps=1), Lazy()
+    trainer.fit(model, loader())
+    assert model.criterion is None
+    trainer.validate(model, loader(), verbose=False)
