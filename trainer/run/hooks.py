@@ -7,7 +7,7 @@ import difflib
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -81,8 +81,6 @@ class Hooks:
     on_load_checkpoint: Calls = ()
     module_train_epoch_end: Calls = ()
     """The module's `on_train_epoch_end`; metrics are reduced between it and the callbacks'."""
-    found: dict[str, Any] = field(default_factory=dict)
-    """What `exchangeable` found then, and `training_step` in a fit."""
 
     def before_step_again(self) -> Calls:
         """The user's `on_before_optimizer_step`, for an optimizer that computes gradients again."""
@@ -91,7 +89,7 @@ class Hooks:
     @classmethod
     def find(cls, run: RunState, module: Module) -> Hooks:
         """The hooks that the module, the DataModule and the callbacks override."""
-        found = cls(found=exchangeable(run, module))
+        found, run.at_setup = cls(), exchangeable(run, module)
         for name in NAMES:
             own = [accept(getattr(module, name))] if overrides(module, name, Module) else []
             others = _of_callbacks(run, module, name)
@@ -110,7 +108,7 @@ class Hooks:
 def check_exchanged(run: RunState, module: Module) -> None:
     """Raise RuntimeError for callbacks, hooks and a `training_step` that user code has exchanged since the run was set
     up: it would continue with those before, and one that is resumed does not know them."""
-    before, now = run.hooks.found, exchangeable(run, module) | {"training_step": training_step_of(module)}
+    before, now = run.at_setup, exchangeable(run, module) | {"training_step": training_step_of(module)}
     if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
         raise RuntimeError(
             f"{', '.join(changed)} changed after the run was set up, which would have no effect; give callbacks to the "

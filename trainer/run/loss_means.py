@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -29,22 +30,29 @@ class FirstSteps:
     def __init__(self, run: RunState, loop: FitLoop) -> None:
         self._metrics, self._loop, self._step = run.metrics, loop, loop.training_step
         self._first: tuple[float, list[float]] | None = None
+        self._last: tuple[list[float | Tensor], float, int] | None = None
+        """Of the call before, which the host reads once the device has run its backward."""
         self._looks = 0
 
     def __call__(self, batch: Any, batch_idx: int) -> Any:
-        output, samples = self._step(batch, batch_idx), self._metrics.samples_here
-        if samples and not self._metrics.is_ambiguous and self._looks < _LOOKS:
-            self._look(_means(output), samples, batch_idx)
+        if self._last is not None:
+            self._compare(*self._last)
+            self._last = None
         if self._looks >= _LOOKS:
             self._loop.training_step = self._step
+            return self._step(batch, batch_idx)
+        output, samples = self._step(batch, batch_idx), self._metrics.samples_here
+        if samples and not self._metrics.is_ambiguous:
+            self._looks += 1
+            self._last = _means(output), samples, batch_idx
         return output
 
     def rebind(self, bound: Callable[[Callable], Callable]) -> Callable:
         """What `bound` makes of the step (a replica's), whose losses are not read."""
         return bound(self._step)
 
-    def _look(self, means: list[float], samples: float, batch_idx: int) -> None:
-        self._looks += 1
+    def _compare(self, found: list[float | Tensor], samples: float, batch_idx: int) -> None:
+        means = [*map(float, found)]
         if self._first is None:
             self._first = samples, means
         then, before = self._first
@@ -71,14 +79,14 @@ def watch(run: RunState, loop: FitLoop) -> None:
         loop.training_step = FirstSteps(run, loop)
 
 
-def _means(output: Any) -> list[float]:
+def _means(output: Any) -> list[float | Tensor]:
     """The numbers of terms of the means that are nearest to a plain loss in its graph."""
     if isinstance(output, Mapping):
         losses = [output["loss"]] if "loss" in output else [*output.values()]  # one for each optimizer
     else:
         losses = [output]
     nodes: list[Any] = [loss.grad_fn for loss in losses if isinstance(loss, Tensor) and loss.grad_fn is not None]
-    seen, counts = set(nodes), []
+    seen, counts = set(nodes), list[float | Tensor]()
     for node in islice(nodes, _NODES):  # which grows meanwhile
         if (count := _terms(node)) is not None:
             counts.append(count)
@@ -88,7 +96,7 @@ def _means(output: Any) -> list[float]:
     return counts
 
 
-def _terms(node: Any) -> float | None:
+def _terms(node: Any) -> float | Tensor | None:
     """The number of terms of the mean that a node takes; None if it takes none over all of a tensor."""
     name = type(node).__name__  # a function of the user's may keep another `name` in its ctx, which is the node
     if name == "MeanBackward0":
@@ -97,16 +105,20 @@ def _terms(node: Any) -> float | None:
         summed, divisor = (after for after, _ in node.next_functions)
         is_sum = type(summed).__name__ == "SumBackward0" or getattr(summed, "_saved_reduction", None) == _SUM
         count = _saved(node, "_raw_saved_other") if is_sum and divisor is None else None
-        if count is None or count.numel() != 1 or count.is_complex() or float(count) % 1:
+        if count is None or count.numel() != 1 or not (count.is_cpu or _is_whole(count.dtype)):
             return None
-        return float(count)
+        return count if _is_whole(count.dtype) or (not count.is_complex() and float(count) % 1 == 0) else None
     if getattr(node, "_saved_reduction", None) != _MEAN:
         return None
     weight = _saved(node, "_raw_saved_total_weight")  # of classes: with ignored targets, or weights
     if weight is not None:
-        return float(weight) if weight.numel() == 1 else None
+        return weight if weight.numel() == 1 else None
     values = _saved(node, "_raw_saved_self")
     return None if values is None else float(values.numel())
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex
 
 
 def _saved(node: Any, name: str) -> Tensor | None:

@@ -28,9 +28,10 @@ class HeldOptimizer:
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("optimizer", "_run", "hooks") or hasattr(type(self), name):
+        is_own = name in ("optimizer", "_run", "hooks") or hasattr(type(self), name)
+        if is_own or not hasattr(self.optimizer, name):
             object.__setattr__(self, name, value)
-        else:
+        else:  # which reads it
             setattr(self.optimizer, name, value)
 
 

@@ -81,6 +81,8 @@ class RunState:
     """The loss of the last optimizer step over all ranks; None if knowing it would cost a host synchronization."""
     final: bool = False
     """Whether the module holds what a fit has ended with."""
+    at_setup: dict[str, Any] = field(default_factory=dict)
+    """The callbacks, hooks in attributes and, in a fit, `training_step`, as the run was set up."""
     at_end: dict[str, Any] = field(default_factory=dict)
     """What a checkpoint of the end of the last fit holds and later runs change, where the fit ran in this process."""
     log_dir: str | None = None
@@ -332,7 +334,7 @@ class RunState:
             )
         )
         gone |= {"streams": {}, "given_loaders": {}, "schedulers": [], "user_optimizers": [], "optimizers": {}}
-        gone |= {"parameter_states": {}, "at_end": {}}
+        gone |= {"parameter_states": {}, "at_end": {}, "at_setup": {}}
         return {**vars(self), **gone, "metrics": None, "hooks": Hooks()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -41,8 +41,8 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     if world is not None:
         raise ValueError(
             f"max_restarts={run.arguments.max_restarts} is about ranks that Lockstep starts, but {world.launcher} "
-            "started these; "
-            f"leave it out, let {world.launcher} restart them (torchrun --max-restarts) and give ckpt_path='auto'"
+            f"started these; leave it out, let {world.launcher} restart them (torchrun --max-restarts) and give "
+            "ckpt_path='auto'"
         )
     if not isinstance(module, Module):
         raise no_module("fit", module)
@@ -201,7 +201,7 @@ def not_run_by_another(run: RunState, module: Module, method: str) -> None:
     """Raise RuntimeError for a module of which any part is in a run of another Trainer: it would be taken from it."""
     for name, child in module.named_modules():
         other = vars(child).get("_trainer") if isinstance(child, Module) else None
-        if other is not None and other is not run.trainer and other._run.active:
+        if other is not None and other is not run.trainer and getattr(getattr(other, "_run", None), "active", False):
             raise RuntimeError(
                 f"{method} was called with {f'a module whose {name}' if name else 'a module that'} is in "
                 f"{other._run.stage} of another Trainer, which would lose it; give copy.deepcopy of the module, or "

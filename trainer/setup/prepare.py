@@ -124,7 +124,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         run.windows_per_epoch = loaders["train_loader"].num_windows(loaders["limit"])
     strategy.adopt_changes(run.wrapped)  # what configure_optimizers and on_load_checkpoint did
 
-    training_step = run.hooks.found["training_step"] = training_step_of(module)
+    training_step = run.at_setup["training_step"] = training_step_of(module)
     transfer = transfer_of(module, run.datamodule, strategy.to_device, strategy.topology.device)
     return FitLoop(
         check_val_every_n_epoch=run.arguments.check_val_every_n_epoch or 1,

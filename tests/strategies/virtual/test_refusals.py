@@ -198,7 +198,7 @@ def fill_cache(module: Any, x: torch.Tensor) -> None:
         (lambda: iter(DataLoader(TensorDataset(torch.ones(99)))), read, "training_step changed kept"),
         (Slots, count_in_slots, "training_step changed kept"),
         (lambda: None, note_on_trainer, "training_step changed Trainer.mine"),
-        (lambda: None, note_on_optimizer, "training_step or a hook of a batch changed the state of an optimizer"),
+        (lambda: None, note_on_optimizer, "training_step changed AutomaticOptimizer.mine"),
         (lambda: None, set_buffer, "training_step set the buffer mean, which there was not"),
     ],
 )
