@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lockstep.strategies.data.batch_slices import tensors_of
-from lockstep.strategies.dp.attributes import MISSING, Copies, is_same, joined
+from lockstep.strategies.dp.attributes import MISSING, Comparison, Copies, joined
 from lockstep.strategies.modules.blocks import holds_states
 from lockstep.strategies.modules.parameter_hooks import copy_attributes
 from lockstep.strategies.sync.contents import generators, sum_of_bits
@@ -57,10 +57,12 @@ def replica(model: nn.Module, device: torch.device) -> nn.Module:
             if buffer is not None and buffer not in copies:
                 copies.add(buffer, _copy(buffer, device))
             copied._buffers[name] = copies.of(buffer)
-    for module in model.modules():
+    for name, module in model.named_modules():
         if not hasattr(module, "merge_state"):
-            own_state(module, copies)
-    return copies.of(model)
+            own_state(name, module, copies)
+    made = copies.of(model)
+    vars(made)["replica_copies"] = copies
+    return made
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
@@ -80,11 +82,12 @@ def refuse_returned(output: Any, parameters: list[nn.Parameter]) -> None:
         )
 
 
-def own_state(module: nn.Module, copies: Copies) -> None:
+def own_state(name: str, module: nn.Module, copies: Copies) -> None:
     """Give the copy of a module attributes and hooks of its own."""
     held = vars(copies.of(module))
     for key, value in vars(module).items():
         if _is_state(key):
+            copies.place = f"{name}.{key}".lstrip(".")
             held[key] = copies.of(value)
     for kind in _HOOKS:
         hooks = getattr(module, kind, None)
@@ -122,22 +125,26 @@ def join_state(model: nn.Module, others: list[nn.Module]) -> None:
     """After a step, let what replicas remember differently be nobody's: using it raises RuntimeError.
 
     Raises RuntimeError for a parameter or buffer that they changed differently, but for the statistics of normalization
-    layers.
+    layers, and for an object without attributes that was given some.
     """
+    made: list[Copies] = [vars(other)["replica_copies"] for other in others]
+    for each in made:
+        each.refuse_changed()
     _refuse_differing(model, others)
     for (name, module), *copies in zip(model.named_modules(), *(other.modules() for other in others), strict=True):
         if hasattr(module, "merge_state"):
             continue
         if not isinstance(module, nn.modules.batchnorm._NormBase):
             for key, buffer in module._buffers.items():
-                if any(not is_same(buffer, copied._buffers.get(key)) for copied in copies):
+                own = zip(copies, made, strict=True)
+                if any(not Comparison(each).is_same(buffer, copied._buffers.get(key)) for copied, each in own):
                     raise _differs("buffer", f"{name}.{key}".lstrip("."))
         if type(module).__module__.startswith("torch.nn."):
             continue
         prefix = name + "." if name else ""
         for key in [key for key in vars(module) if _is_state(key)]:
             found = [vars(copied).get(key, MISSING) for copied in copies]
-            vars(module)[key] = joined(vars(module)[key], found, prefix + key)
+            vars(module)[key] = joined(vars(module)[key], found, prefix + key, made)
 
 
 def _refuse_differing(model: nn.Module, others: list[nn.Module]) -> None:

@@ -199,3 +199,77 @@ def test_each_slice_has_the_tensors_of_all_samples_to_itself() -> None:
     array = np.array(1.0)
     (first, _), (second, _) = SampleCutter().cut({"x": torch.zeros(4, 2), "a": array}, 4, 2)
     assert first["a"] is array and second["a"] is not array
+
+
+class Task:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class Cell:
+    """One of a grid, which knows those around it."""
+
+    def __init__(self) -> None:
+        self.near: list[Cell] = []
+
+
+class Marker:
+    pass
+
+
+UNSET, NONE = object(), Marker()
+
+
+class Asks(Plain):
+    """Whose step asks by identity, in keys, items and globals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tasks = [Task(1.0), Task(2.0)]
+        self.weights, self.active = {task: task.scale for task in self.tasks}, {self.tasks[0]}
+        self.frozen, self.edges = frozenset(self.tasks[:1]), {(self.tasks[0], self.tasks[1])}
+        self.of_layer = {self.net[0]: 3.0}
+        self.first, self.second = UNSET, NONE
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        factor = self.weights[self.tasks[1]] * self.of_layer[self.net[0]]
+        asked = [self.tasks[0] in self.active, self.tasks[0] in self.frozen, tuple(self.tasks) in self.edges]
+        asked += [self.tasks[1] not in self.active, self.first is UNSET, self.second is NONE]
+        return super().training_step(batch, batch_idx) * factor * sum(asked)
+
+
+def test_what_a_step_asks_by_identity_is_found_in_each_replica() -> None:
+    _, other = both(Asks)
+    assert not any(isinstance(value, Refusing) for value in vars(other).values())
+
+
+class Knows(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        cells = [[Cell() for _ in range(8)] for _ in range(8)]
+        for i in range(7):
+            for j in range(7):
+                for one, other in ((cells[i][j], cells[i + 1][j]), (cells[i][j], cells[i][j + 1])):
+                    one.near.append(other)
+                    other.near.append(one)
+        self.root = cells[0][0]
+
+
+def test_objects_that_know_each_other_are_each_compared_once() -> None:
+    _, other = both(Knows)
+    assert isinstance(other.root, Cell)
+
+
+class Gives(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.marker = Marker()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        vars(self.marker)["last"] = batch[0].mean()
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_object_without_attributes_that_a_step_gives_some_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="training_step gave attributes to an object in marker that had none"):
+        train(Gives, "dp")
