@@ -8,7 +8,7 @@ import functools
 import operator
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from types import MethodType, SimpleNamespace
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.data.sample_axis import with_items
+from lockstep.strategies.dp.large import Large
 from lockstep.strategies.launch.program.values import slots
 from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.sync.contents import same_values
@@ -36,16 +37,19 @@ class Copies:
     """Copies of what a model holds, for its replica on `device`; what is held in several places is copied once.
 
     Tensors, arrays, containers, bound methods and objects of users' classes are copied. All else is shared: functions,
-    generators, objects of libraries, tensors that require a gradient, and objects without attributes, which a step asks
-    for by identity.
+    generators, objects of libraries, tensors that require a gradient, objects without attributes, which a step asks
+    for by identity, and what is large, which a step may not change. `before`: what was large in the step before.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, before: Mapping[int, Large] | None = None) -> None:
         self._device = device
         self._known: dict[int, tuple[Any, Any]] = {}
         """By its id, what is copied, which lives as long, and the copy."""
         self._empty: list[tuple[str, Any]] = []
         """Shared objects that could be given attributes, each with the attribute that it was found in."""
+        self.large: dict[int, Large] = {}
+        """By its id, what is shared since it is large."""
+        self._large_before = before or {}
         self.place = ""
         """The attribute whose value is being copied."""
 
@@ -62,7 +66,9 @@ class Copies:
         return self._known.get(id(value), (value, value))[1]
 
     def refuse_changed(self) -> None:
-        """Raise RuntimeError if an object that replicas share was given attributes."""
+        """Raise RuntimeError if an object that replicas share was given attributes, or is large and was changed."""
+        for large in self.large.values():
+            large.refuse_changed()
         for place, value in self._empty:
             if _attributes(value):
                 raise RuntimeError(
@@ -76,6 +82,10 @@ class Copies:
             return value
         if id(value) in self._known:
             return self._known[id(value)][1]
+        large = Large.of(value, self.place, self._device, self._large_before.get(id(value)))
+        if large is not None:
+            self.large[id(value)] = large
+            return self.add(value, value)
         if issubclass(kind, Tensor):
             return self._of_tensor(value)
         if issubclass(kind, np.ndarray):
@@ -101,6 +111,8 @@ class Copies:
         base = value._base
         if base is not None and base.is_contiguous() and not base.requires_grad:  # so that both change together
             whole = self.of(base)
+            if whole is base:
+                return self.add(value, value)
             return self.add(value, whole.as_strided(value.size(), value.stride(), value.storage_offset()))
         own = value.detach().clone()
         return self.add(value, own if own.device.type == "cpu" else own.to(self._device))

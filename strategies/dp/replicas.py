@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,13 @@ from torch.autograd import forward_ad
 
 from lockstep.strategies.data.batch_slices import tensors_of
 from lockstep.strategies.dp.attributes import MISSING, Comparison, Copies, joined
+from lockstep.strategies.dp.large import Large, read_only
 from lockstep.strategies.modules.blocks import holds_states
 from lockstep.strategies.modules.parameter_hooks import copy_attributes
 from lockstep.strategies.sync.contents import generators, sum_of_bits
 
+_LARGE: WeakKeyDictionary[nn.Module, dict[int, Large]] = WeakKeyDictionary()
+"""By its model, what the last replica shares since it is large."""
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -32,7 +36,7 @@ def replica(model: nn.Module, device: torch.device) -> nn.Module:
     What a step changes in place, such as a target network or a counter, it so changes once in each replica, from the
     same values.
     """
-    copies = Copies(device)
+    copies = Copies(device, _LARGE.get(model))
     for module in model.modules():
         if hasattr(module, "merge_state"):  # a torchmetrics object: counts by itself, merged afterwards
             copied = copy.deepcopy(module)
@@ -61,7 +65,8 @@ def replica(model: nn.Module, device: torch.device) -> nn.Module:
         if not hasattr(module, "merge_state"):
             own_state(name, module, copies)
     made = copies.of(model)
-    vars(made)["replica_copies"] = copies
+    vars(made)["replica_copies"] = copies  # until `join_state`
+    _LARGE[model] = copies.large
     return made
 
 
@@ -127,7 +132,7 @@ def join_state(model: nn.Module, others: list[nn.Module]) -> None:
     Raises RuntimeError for a parameter or buffer that they changed differently, but for the statistics of normalization
     layers, and for an object without attributes that was given some.
     """
-    made: list[Copies] = [vars(other)["replica_copies"] for other in others]
+    made: list[Copies] = [vars(other).pop("replica_copies") for other in others]
     for each in made:
         each.refuse_changed()
     _refuse_differing(model, others)
@@ -203,8 +208,9 @@ def metrics_of(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def refusing_forward_mode() -> Iterator[None]:
-    """While it lasts forward-mode AD is refused: its levels are the process's, so threads would mix their tangents."""
+def refusing_in_threads(replicas: list[nn.Module]) -> Iterator[None]:
+    """While it lasts forward-mode AD is refused: its levels are the process's, so threads would mix their tangents. So
+    is a write to an array that `replicas` share."""
 
     def refuse() -> NoReturn:
         raise RuntimeError(
@@ -215,7 +221,8 @@ def refusing_forward_mode() -> Iterator[None]:
 
     enter, forward_ad.enter_dual_level = forward_ad.enter_dual_level, refuse
     try:
-        yield
+        with read_only(large for other in replicas for large in vars(other)["replica_copies"].large.values()):
+            yield
     finally:
         forward_ad.enter_dual_level = enter
 

@@ -35,7 +35,7 @@ from lockstep.strategies.dp.replicas import (
     parameters_of,
     rebind,
     refuse_returned,
-    refusing_forward_mode,
+    refusing_in_threads,
     replica,
 )
 from lockstep.strategies.launch import environment
@@ -161,7 +161,7 @@ class DataParallel(SPMDStrategy):
             counts = refusing_counts(held, own, micro_batch.num_samples, self.name, [slices[0][0]], self._suspects)
             self._counts = self._counts or PartialCounts({"": wrapped}, len(slices), self.name, _INSTEAD)
             self._counts.begin()
-            with counts, refusing_forward_mode():
+            with counts, refusing_in_threads(replicas[1:]):
                 outputs = self._run(
                     forward, range(len(slices)), replicas, steps, [part for part, _ in slices], contexts
                 )

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from lockstep.strategies.data.sample_axis import SampleCutter
+from lockstep.strategies.dp.replicas import replica
 from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.sync.contents import sum_of_bits
 from tests.strategies.test_dp_user_code import Plain, both, train
@@ -273,3 +274,49 @@ class Gives(Plain):
 def test_an_object_without_attributes_that_a_step_gives_some_is_refused() -> None:
     with pytest.raises(RuntimeError, match="training_step gave attributes to an object in marker that had none"):
         train(Gives, "dp")
+
+
+class Large(Plain):
+    """Reads large data, and changes what `changes` names."""
+
+    changes = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bank, self.table = np.zeros(200_000), torch.zeros(200_000, dtype=torch.float64)
+        self.words = {f"w{i}": i for i in range(2000)}
+        self.rows, self.boxes = self.table[:2], [[0] for _ in range(2000)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.changes == "bank":
+            self.bank[3] += 1
+        elif self.changes == "table":
+            self.table[3] += 1
+        elif self.changes == "words":
+            self.words["w3"] += 1
+        self.boxes[3][0] += 1
+        known = self.words["w3"] + self.bank[3] + float(self.table[3]) + self.boxes[3][0]
+        return super().training_step(batch, batch_idx) * known
+
+
+def test_what_is_large_is_shared_and_not_copied() -> None:
+    both(Large)
+    module = Large()
+    other = replica(module, torch.device("cpu"))
+    assert other.bank is module.bank and other.table is module.table and other.words is module.words
+    assert other.boxes is not module.boxes
+
+
+@pytest.mark.parametrize("changes", ["bank", "table", "words"])
+def test_a_step_that_changes_what_is_large_is_refused(changes: str) -> None:
+    made = []
+
+    class Changes(Large):
+        def __init__(self) -> None:
+            super().__init__()
+            self.changes = changes
+            made.append(self)
+
+    with pytest.raises(RuntimeError, match=f"training_step changed what {changes} holds, which is large"):
+        train(Changes, "dp")
+    assert made[0].bank.flags.writeable
