@@ -50,6 +50,8 @@ class Copies:
         self.large: dict[int, Large] = {}
         """By its id, what is shared since it is large."""
         self._large_before = before or {}
+        self._unfilled: list[tuple[Any, list[Any], list[Any] | None]] = []
+        """Copied dicts with keys and items, and sets with theirs, to fill once keys have what their hash reads."""
         self.place = ""
         """The attribute whose value is being copied."""
 
@@ -105,6 +107,19 @@ class Copies:
             return value
         return self._of_object(value) if issubclass(kind, _CONTAINERS) or _is_of_users(value) else value
 
+    def fill(self) -> None:
+        """Give copied dicts and sets their content, at the end."""
+        for made, keys, items in self._unfilled:
+            if items is None:
+                set.clear(made)
+                set.update(made, keys)
+                continue
+            base: Any = OrderedDict if isinstance(made, OrderedDict) else dict
+            base.clear(made)
+            for key, item in zip(keys, items, strict=True):
+                base.__setitem__(made, key, item)
+        self._unfilled.clear()
+
     def _of_tensor(self, value: Tensor) -> Tensor:
         if value.requires_grad or value.layout is not torch.strided:
             return value
@@ -129,17 +144,12 @@ class Copies:
             return value
         self.add(value, made)
         if issubclass(kind, dict):
-            base: Any = OrderedDict if issubclass(kind, OrderedDict) else dict
             keys = [self.of(key) for key in dict.keys(value)]
-            if not all(map(operator.is_, keys, dict.keys(value))):
-                base.clear(made)
-            for key, item in zip(keys, dict.values(value), strict=True):
-                base.__setitem__(made, key, self.of(item))
+            self._unfilled.append((made, keys, [self.of(item) for item in dict.values(value)]))
         elif issubclass(kind, set):
             items = [self.of(item) for item in set.__iter__(value)]
             if not all(map(operator.is_, items, set.__iter__(value))):
-                set.clear(made)
-                set.update(made, items)
+                self._unfilled.append((made, items, None))
         elif issubclass(kind, list):
             list.__setitem__(made, slice(None), [self.of(item) for item in list.__iter__(value)])
         elif issubclass(kind, deque):

@@ -64,6 +64,7 @@ def replica(model: nn.Module, device: torch.device) -> nn.Module:
     for name, module in model.named_modules():
         if not hasattr(module, "merge_state"):
             own_state(name, module, copies)
+    copies.fill()
     made = copies.of(model)
     vars(made)["replica_copies"] = copies  # until `join_state`
     _LARGE[model] = copies.large
