@@ -162,10 +162,17 @@ class Watch:
             slot = change.slot
             if change.is_new or change.is_item or (slot is not None and (id(slot.holder), slot.key) in self._partial):
                 continue
-            if slot is None or before is not None or change.counts_in_globals:
+            is_set = slot is not None and not change.is_global and self._sets_again(slot)
+            if slot is None or change.counts_in_globals or (before is not None and not is_set):
                 refuse(f"changes {change.name}", f"change it {ADVICE}")
-            if self.num_parts == 1:  # else the next part tells
+            if self.num_parts == 1 or is_set:  # else the next part tells
                 self._partial[id(slot.holder), slot.key] = slot
+
+    def _sets_again(self, slot: Slot) -> bool:
+        """Whether another object is in a slot, or the slot is in one, rather than another number in the same one."""
+        assert self._start is not None
+        is_other = not isinstance(slot.value, PLAIN) or not self._start.holds(slot)
+        return is_other and slot.key in slot.holder
 
 
 def refuse(what: str, instead: str) -> NoReturn:

@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Callable[[Any, int], Any] | None, str]] = {
     "tensor": (lambda m, i: m.tensor.mul_(0.9), "changes tensor"),
     "past the version": (lambda m, i: m.tensor.data.mul_(0.9), "changes tensor"),
     "array": (lambda m, i: np.multiply(m.array, 0.9, out=m.array), "changes array"),
-    "tuple": (lambda m, i: setattr(m, "pair", (1, m.pair[1] + 1)), "changes pair[1]"),
+    "tuple": (lambda m, i: setattr(m, "pair", (1, m.pair[1] + 1)), "has set self.pair, but"),
     "closure": (lambda m, i: m.schedule(), "changes schedule.number"),
     "global": (None, "changes the global CALLS"),
     "class": (lambda m, i: setattr(Step, "number", Step.number + 1), "changes Step.number"),
@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Callable[[Any, int], Any] | None, str]] = {
 def test_what_a_step_changes_in_what_it_holds_is_refused_by_name(how: str) -> None:
     change, message = REFUSED[how]
     with pytest.raises(RuntimeError) as caught:
-        runs(change)
+        runs(change, 2)
     assert f"training_step {message}" in str(caught.value)
 
 
@@ -131,6 +131,22 @@ def test_caches_may_be_filled() -> None:
     for use in (lambda: model.bag.h + 1, lambda: model.mode == "a"):
         with pytest.raises(RuntimeError, match=r"training_step has set self\.(bag\.h|mode), but a pipeline runs it"):
             use()
+
+
+def note(model: Any, index: int) -> None:
+    """Set what follows from the sizes of a micro-batch, the same for each of its parts, in new objects."""
+    size = 4 + (index >= 8)
+    model.kept, model.anneal, model.nested["a"] = (2, size), Anneal(), {"n": (size,)}
+    model.anneal.weight = float(size)
+
+
+def test_objects_that_each_part_sets_may_have_another_value_in_a_later_micro_batch() -> None:
+    model = runs(note, 5)
+    uses = [lambda: model.kept[1], lambda: model.anneal.weight + 1, lambda: model.nested["a"]["n"][0]]
+    for use, name in zip(uses, ("kept", "anneal.weight", "nested['a']['n']"), strict=True):
+        with pytest.raises(RuntimeError) as caught:
+            use()
+        assert f"training_step has set self.{name}, but a pipeline runs it" in str(caught.value)
 
 
 def test_what_is_kept_of_the_first_part_is_refused_where_it_is_used() -> None:
