@@ -82,9 +82,13 @@ class StepState:
         self._evaluated: tuple[Found, list[int], Snapshot | None] | None = None
         self._kept = NOTHING
         self._changed_once: set[tuple[int, str, Any]] = set()
+        self._changed_now: set[tuple[int, str, Any]] = set()
+        """In this micro-batch."""
         self._changed_by_hooks: set[tuple[int, str, Any]] = set()
         self._held: dict[Place, Tensor] | None = None
         self._partial: set[Place] = set()
+        self._texts: set[Place] = set()
+        """Strings that were not for all of a micro-batch."""
 
     def around(self, wants: str, stage: int, is_last: bool) -> AbstractContextManager[None]:
         """Around a run of the step, for what a `stage_run.Run` wants."""
@@ -98,6 +102,7 @@ class StepState:
         what they have changed that cannot be followed."""
         self._start, self._end, self._held, self._whole = self._now(), None, None, None
         self._partial.clear()
+        self._changed_now.clear()
         if self._registered != RemovableHandle.next_id:
             self._registered = RemovableHandle.next_id
             known = [holder for holder in self._layers if isinstance(holder, Enclosed)]
@@ -294,6 +299,7 @@ class StepState:
         is_text = isinstance(end.numbers.get(place), str)
         if is_text:
             self._partial.add(place)
+            self._texts.add(place)
         return is_text
 
     def _refuse_grown(self, before: Found, now: Found, step: str) -> None:
@@ -305,23 +311,32 @@ class StepState:
                 )
 
     def _refuse_counting_samples(self) -> None:
-        if self._whole is not None and self._end is not None:
+        if self._end is None:
+            return
+        before, now = self._start.numbers, self._end.numbers
+        self._partial.update(place for place in self._texts if are_other(before.get(place), now.get(place)))
+        if self._whole is not None:
             whole, part = self._whole._replace(plain=PlainValues([], [])), self._end
-            place = next((p for p in differences(whole, part) if p not in self._partial), None)
+            other = (p for p in differences(whole, part) if not self._is_text(p, part))
+            place = next((p for p in other if p not in self._partial), None)
             if place is not None:
                 refuse(f"counts the samples of a part in {self._name(place)}", f"count them {ADVICE}")
 
     def _refuse_counting(self, layers: Found) -> None:
-        """A layer may keep a number once, as a cache does; one that continues changing counts."""
+        """A layer may keep a number once, as a cache does; one that continues changing counts. So does a string that
+        changes twice in a micro-batch; another, such as one of sizes, may be used within the run."""
         before, now = self._kept.counts, layers.counts
         self._kept = layers
         for place in {**before, **now}:
             if are_other(before.get(place), now.get(place)):
                 key = (id(place[0]), place[1], place[2])
-                if key in self._changed_once:
+                is_known, is_first = key in self._changed_once, key not in self._changed_now
+                self._changed_once.add(key)
+                self._changed_now.add(key)
+                may_change = is_first and isinstance(place[0], nn.Module)
+                if is_known and not (may_change and self._is_text(place, layers)):
                     what = "hook" if isinstance(place[0], Enclosed) else "layer"
                     refuse(f"calls a {what} that counts in {self._name(place)}", f"count {ADVICE}")
-                self._changed_once.add(key)
 
     def _bits(self) -> list[tuple[Tensor, int]]:
         """Of the tensors of layers: `.data` is changed past their versions."""

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.pipeline import partition
 from lockstep.strategies.pipeline.microbatch_state import StepState
-from tests.strategies.pipeline.classifiers import Base, fit, samples
+from tests.strategies.pipeline.classifiers import TWO, Base, exact, fit, samples
 from tests.trainer.toy import quiet
 
 pytestmark = pytest.mark.ranks
@@ -165,6 +165,46 @@ def test_strings_and_none_are_followed_as_numbers_are() -> None:
 
     model = runs(toggle, 9)
     assert model.mode == "b" and model.kept == 0.5**9
+
+
+class Noting(nn.Module):
+    """Notes the sizes of what it is given in a string, or takes turns in one."""
+
+    def __init__(self, takes_turns: bool) -> None:
+        super().__init__()
+        self.takes_turns, self.text = takes_turns, "a"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.text = ("b" if self.text == "a" else "a") if self.takes_turns else f"in {tuple(x.shape)}"
+        return x * 2 if self.text == "b" else x
+
+
+class Texts(Base):
+    """A layer notes sizes, and so does the step; a hook may read what it notes late in the run."""
+
+    def __init__(self, takes_turns: bool = False, is_read: bool = False) -> None:
+        super().__init__()
+        self.net[1], self.info, self.is_read = Noting(takes_turns), "", is_read
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.info = f"in {tuple(batch[0].shape)}"
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.is_read and self.trainer.current_epoch == 1 and batch_idx == 2:
+            self.is_read = self.info == ""
+
+
+def test_strings_that_note_sizes_may_be_set_by_steps_and_layers() -> None:
+    """The last batch is smaller, and cut evenly as well."""
+    exact(Texts, TWO)
+    with pytest.raises(RuntimeError, match=r"training_step has set self\.info, but a pipeline runs it for each part"):
+        fit(Texts(is_read=True), "pipeline", 2)
+
+
+def test_a_layer_that_takes_turns_in_a_string_is_refused_by_name() -> None:
+    with pytest.raises(RuntimeError, match=r"training_step calls a layer that counts in net\.1\.text"):
+        fit(Texts(takes_turns=True), "pipeline", 2, max_epochs=1)
 
 
 class Hidden(Base):
