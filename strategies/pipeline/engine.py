@@ -208,7 +208,7 @@ class Engines:
     ) -> None:
         """Forward and backward of all micro-batches; `send` is called before the last backward."""
         assert wrapped.state is not None
-        wrapped.inference.unlogged = functools.partial(hooks.log_scope, 0)
+        wrapped.inference.unlogged = unlogged = functools.partial(hooks.log_scope, 0)
         last = len(window.micro_batches) - 1
         if last and hooks.whole_gradients and (self._topology.data_size > 1 or wrapped.tied.by_group):
             raise partial_gradient("what ranks of a pipeline have in common is summed once a step")
@@ -219,15 +219,13 @@ class Engines:
             tally.outputs = []
             wrapped.state.refuse_apart()
             with kept_streams(), wrapped.state.micro_batch([p.num_samples for feed in feeds for p in feed.parts]):
-                if wrapped.state.asks_whole:
-                    self.is_running = True  # until the parts have run
-                    with self._named_errors(), self._precision.autocast(wrapped.device), hooks.log_scope(0):
-                        wrapped.run_before(functools.partial(feeds[0].learn_whole, micro_batch))
                 for feed in feeds:
                     self._run(wrapped, feed)
+                if wrapped.state.asks_whole:
+                    with self._running(), self._named_errors(), self._precision.autocast(wrapped.device), unlogged():
+                        wrapped.run_before(functools.partial(feeds[0].learn_whole, micro_batch))
             if not feeds and self._topology.data_size > 1:
-                scope = hooks.log_scope(0)
-                with kept_streams(), wrapped.state.padding(), self._precision.autocast(wrapped.device), scope:
+                with kept_streams(), wrapped.state.padding(), self._precision.autocast(wrapped.device), unlogged():
                     wrapped.layout_of(functools.partial(step_fn, micro_batch.batch, micro_batch.batch_idx))
             if i == last and not feeds:
                 send()
@@ -238,14 +236,19 @@ class Engines:
 
     def _run(self, wrapped: Staged, feed: Feed) -> None:
         """Forward and backward of all parts of `feed`; nothing if the step returns None for each."""
-        self.is_running = True
-        try:
+        with self._running():
             with self._named_errors():
                 engine = self._engine(wrapped, feed)
                 if engine is not None:
                     engine.run(feed)
             if engine is None and feed.before_last_backward is not None:
                 feed.before_last_backward()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self.is_running = True
+        try:
+            yield
         finally:
             self.is_running = False
 

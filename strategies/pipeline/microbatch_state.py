@@ -188,6 +188,10 @@ class StepState:
         found, before = self._now(), self._watch.snapshot()
         statistics = [(buffer, buffer.clone()) for buffer in self._statistics]
         try:
+            if is_whole:
+                self._refuse_counting(scan(self._layers))
+                self._watch.begin_again()
+                self._put(self._start)
             with metrics_uncounted(self._model), before.refusing_iterators(ADVICE):
                 yield
             end = self._now()
@@ -202,11 +206,18 @@ class StepState:
             self._put(found)
             for buffer, values in statistics:
                 buffer.data.copy_(values)
+            if is_whole:
+                restore(self._kept, scan(self._layers).numbers)
+                self._kept = scan(self._layers)
 
     @property
     def asks_whole(self) -> bool:
-        """Whether the step is to run for its numbers on a micro-batch that is not cut, as one process runs it."""
-        return self._watch.is_watching and self._watch.num_parts > 1
+        """Whether the step, whose parts have run, is to run for its numbers on a micro-batch that is not cut, as one
+        process runs it."""
+        if self._end is None or not self._watch.is_watching or self._watch.num_parts == 1:
+            return False
+        is_other = next(differences(self._start, self._end), None) is not None
+        return is_other or any(name in self._watch.stored for _, name, _ in self._end.numbers)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:

@@ -3,6 +3,7 @@ micro-batches, and in few later ones."""
 
 from __future__ import annotations
 
+import dis
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from lockstep.strategies.launch.program.functions import codes_of
 from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.pipeline.state.snapshot import PLAIN, Slot, Snapshot
 from lockstep.strategies.pipeline.state.step_code import functions_of, names_in
@@ -58,6 +60,11 @@ class Watch:
         self._start = self.snapshot() if self.are_due and num_parts else None
         self._count += num_parts > 0
         self._before = [(slot, slot.holder.get(slot.key)) for slot in self._partial.values()]
+
+    def begin_again(self) -> None:
+        """Give containers and objects what this micro-batch found."""
+        assert self._start is not None
+        self._start.put_back()
 
     def partial(self) -> list[Slot]:
         """At the end of a micro-batch: where there is what belongs to a part of it."""
@@ -129,6 +136,15 @@ class Watch:
     def names(self) -> set[str]:
         """The names in the code of steps."""
         return set().union(*map(names_in, self._functions))
+
+    @functools.cached_property
+    def stored(self) -> set[str]:
+        """Those to which it assigns, or to whose items."""
+        operations = [each for f in self._functions for code in codes_of(f) for each in dis.get_instructions(code)]
+        has_items = any(each.opname == "STORE_SUBSCR" for each in operations)
+        return {each.argval for each in operations if each.opname == "STORE_ATTR"} | (
+            self.names if has_items else set()
+        )
 
     # ---- helpers ---------------------------------------------------------------------------------------
 

@@ -281,6 +281,32 @@ def test_what_only_some_ranks_or_parts_know_is_refused_by_name(how: str, message
     assert message in str(caught.value)
 
 
+class Few(Base):
+    """Its step has memory for the samples of a part only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert len(batch[0]) <= 4
+        return super().training_step(batch, batch_idx)
+
+
+class Flagging(Base):
+    """Its step notes whether there are many samples: there are in none of the parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_large = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.is_large = len(batch[0]) > 4
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_sets_no_numbers_runs_for_parts_only() -> None:
+    fit(Few(), "pipeline", 2, max_epochs=1)
+    with pytest.raises(RuntimeError, match="training_step counts the samples of a part in is_large"):
+        fit(Flagging(), "pipeline", 2, max_epochs=1)
+
+
 class Beside(Base):
     """A metric and statistics beside the layers, which the step updates before it calls the net."""
 
