@@ -52,11 +52,8 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
     for method in ("training_step", "configure_optimizers"):
         if not overrides(module, method, Module):
             raise TypeError(f"{name} needs the method {method}; define it")
-    if (
-        run.max_epochs is None
-        and run.max_steps is None
-        and not any(isinstance(item, callbacks.Timer) for item in run.callbacks)
-    ):
+    timed = any(isinstance(item, callbacks.Timer) for item in run.callbacks)
+    if run.max_epochs is None and run.max_steps is None and not timed:
         raise ValueError("fit needs an end: give the Trainer max_epochs, max_steps or max_time")
     trainable(run, module, "configure_model", "setup")
     _refused_by_strategy(run, module)
