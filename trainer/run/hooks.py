@@ -89,7 +89,7 @@ class Hooks:
     @classmethod
     def find(cls, run: RunState, module: Module) -> Hooks:
         """The hooks that the module, the DataModule and the callbacks override."""
-        found, run.at_setup = cls(), exchangeable(run, module)
+        found = cls()
         for name in NAMES:
             own = [accept(getattr(module, name))] if overrides(module, name, Module) else []
             others = _of_callbacks(run, module, name)

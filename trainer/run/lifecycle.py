@@ -30,7 +30,7 @@ from lockstep.trainer.metrics.sync import synced_metrics
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import publish, saving
 from lockstep.trainer.run.folder import conclude
-from lockstep.trainer.run.hooks import Hooks
+from lockstep.trainer.run.hooks import Hooks, exchangeable
 from lockstep.trainer.run.signals import end_in_one_line
 from lockstep.trainer.seeding import continue_streams, rng_state, seed_everything, set_rng_state, torch_settings
 from lockstep.trainer.setup import held_parameters, start
@@ -200,7 +200,7 @@ def _build(run: RunState, module: Module, building: Callable[[], AbstractContext
     _attach(run, module)  # with what was built just now
     if run.compile_options is not None:
         run.compiled = Compiled(module, run.compile_options)
-    run.hooks = Hooks.find(run, module)
+    run.hooks, run.at_setup = Hooks.find(run, module), exchangeable(run, module)
 
 
 def _start(run: RunState, module: Module, stage: str) -> None:
