@@ -171,6 +171,8 @@ class WandbLogger(RunLogger):
             last = -1  # what is there is of a fit that begins again, which logs its step 0 again too
         self._num_rows = 0
         for row in rows:
+            if row.get("outside") is True:  # as journals were written before
+                row[OUTSIDE] = row.pop("outside")
             is_own = OUTSIDE not in row
             if is_own and ((last is not None and row[STEP] > last) or self._num_rows == self._num_valid_rows):
                 continue

@@ -9,7 +9,6 @@ import operator
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from types import MethodType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from lockstep.strategies.data.sample_axis import with_items
 from lockstep.strategies.dp.large import Large
-from lockstep.strategies.launch.program.values import slots
+from lockstep.strategies.launch.program.values import attributes_of, put_attribute
 from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.sync.contents import same_values
 
@@ -72,7 +71,7 @@ class Copies:
         for large in self.large.values():
             large.refuse_changed()
         for place, value in self._empty:
-            if _attributes(value):
+            if attributes_of(value):
                 raise RuntimeError(
                     f"training_step gave attributes to an object in {place} that had none, and strategy 'dp' runs it "
                     "on slices, which share such an object; set its attributes before fit, or use strategy='single'"
@@ -134,7 +133,7 @@ class Copies:
 
     def _of_object(self, value: Any) -> Any:
         kind: Any = type(value)
-        attributes = _attributes(value)
+        attributes = attributes_of(value)
         if not attributes and not issubclass(kind, _CONTAINERS) and kind.__module__ not in _OF_DATA:
             self._empty.append((self.place, value))
             return value
@@ -156,7 +155,7 @@ class Copies:
             deque.clear(made)
             deque.extend(made, [self.of(item) for item in deque.__iter__(value)])
         for name, item in attributes.items():
-            _put(made, name, self.of(item))
+            put_attribute(made, name, self.of(item))
         return made
 
 
@@ -181,12 +180,12 @@ def joined(value: Any, others: list[Any], name: str, copies: list[Copies]) -> An
 
 
 def _joined_object(value: Any, others: list[Any], name: str, copies: list[Copies]) -> Any:
-    own, theirs = _attributes(value), [_attributes(other) for other in others]
+    own, theirs = attributes_of(value), [attributes_of(other) for other in others]
     for key, item in own.items():
         found = [held.get(key, MISSING) for held in theirs]
         if not _all_same(item, found, copies):
-            _put(value, key, Refusing(""))  # in place of a part that leads back here
-            _put(value, key, joined(item, found, f"{name}.{key}", copies))
+            put_attribute(value, key, Refusing(""))  # in place of a part that leads back here
+            put_attribute(value, key, joined(item, found, f"{name}.{key}", copies))
     return value
 
 
@@ -245,7 +244,7 @@ class Comparison:
         return _equal(set(copied), set(other)) and all(map(self.is_same, one, copied))
 
     def _same_attributes(self, one: Any, other: Any) -> bool:
-        own, theirs = _attributes(one), _attributes(other)
+        own, theirs = attributes_of(one), attributes_of(other)
         return own.keys() == theirs.keys() and all(self.is_same(item, theirs[name]) for name, item in own.items())
 
 
@@ -276,22 +275,3 @@ def _is_of_users(value: Any) -> bool:
 def _is_users_class(kind: Any) -> bool:
     packages = {cls.__module__.partition(".")[0] for cls in kind.__mro__ if cls is not object}
     return not packages & _OF_LIBRARIES and not hasattr(kind, "__del__")
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Also those in slots, by no code of the class."""
-    kind: Any = type(value)
-    held = dict(getattr(value, "__dict__", {}))
-    for name, slot in slots(kind).items():
-        with suppress(AttributeError):  # nothing is there
-            held[name] = slot.__get__(value, kind)
-    return held
-
-
-def _put(owner: Any, name: str, value: Any) -> None:
-    """Past whatever its class does as an attribute is set, as a frozen one does."""
-    kind: Any = type(owner)
-    if name in slots(kind):
-        slots(kind)[name].__set__(owner, value)
-    else:
-        vars(owner)[name] = value

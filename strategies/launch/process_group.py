@@ -43,7 +43,7 @@ def init_process_group(
     """Join the ranks of `world` in the default process group; every rank calls it. None is a group of this process
     alone.
 
-    `backend` None is gloo, and NCCL beside it where CUDA is available. `timeout_s` bounds all waiting.
+    `backend` None is gloo, and NCCL beside it where CUDA is available. `timeout_s` bounds meeting and collectives.
     `device`, if it is a GPU, is the only one that this rank's NCCL communicators use: they are made here, and not
     guessed later. On one node all sockets are on the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME
     says otherwise, and rank 0 hosts a TCP store, where one is needed, there. On several nodes gloo uses the interface

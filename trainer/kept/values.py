@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lockstep.strategies.launch.program.values import slots
+from lockstep.strategies.launch.program.values import put_attribute, slots
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import is_of_user
 from lockstep.strategies.sync.contents import (
@@ -104,14 +104,11 @@ def dict_of(owner: Any) -> dict[str, Any]:
 
 
 def put(owner: Any, name: str, value: Any) -> None:
-    """Past whatever its class does as an attribute is set, as a frozen one does."""
-    kind: Any = type(owner)
+    """`put_attribute`, also for a buffer that is not in the state dict."""
     if name in caches_of(owner):
         owner._buffers[name] = value
-    elif name in slots(kind):
-        slots(kind)[name].__set__(owner, value)
     else:
-        vars(owner)[name] = value
+        put_attribute(owner, name, value)
 
 
 def drop(owner: Any, name: str) -> None:

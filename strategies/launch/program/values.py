@@ -81,7 +81,7 @@ def state_of(value: Any, is_own: Callable[[type], bool], contents: bool = True, 
     if isinstance(value, torch.nn.Module):
         return kind, _layers(value, part), part(dict(value.state_dict(keep_vars=True)))
     if has_settings(value, is_own):
-        return kind, part(_attributes_of(value))
+        return kind, part(attributes_of(value))
     raise NotComparable
 
 
@@ -125,11 +125,24 @@ def _drawn(generator: Any) -> Any:
     return generator.getstate()
 
 
-def _attributes_of(value: Any) -> dict[str, Any]:
-    """Also those in slots."""
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Also those in slots, by no code of the class."""
     kind: Any = type(value)
-    in_slots = {name: getattr(value, name) for name in slots(kind) if hasattr(value, name)}
-    return {**getattr(value, "__dict__", {}), **in_slots}
+    held = dict(getattr(value, "__dict__", {}))
+    for name, slot in slots(kind).items():
+        with suppress(AttributeError):  # nothing is there
+            held[name] = slot.__get__(value, kind)
+    return held
+
+
+def put_attribute(owner: Any, name: str, value: Any) -> None:
+    """Past whatever its class does as an attribute is set, as a frozen one does."""
+    kind: Any = type(owner)
+    place = slots(kind).get(name)
+    if place is None:
+        vars(owner)[name] = value
+    else:
+        place.__set__(owner, value)
 
 
 def _is_a_librarys_tuple(value: Any, is_own: Callable[[type], bool]) -> bool:
@@ -203,7 +216,7 @@ def parts_of(value: Any, is_own: Callable[[type], bool], is_compared: Callable[[
 
 
 def _held_by(value: Any) -> dict[Any, Any]:
-    return value if isinstance(value, dict) else _attributes_of(value)
+    return value if isinstance(value, dict) else attributes_of(value)
 
 
 def put_parts(current: Any, parts: Parts, are_equal: Callable[[Any, Any], bool]) -> None:
@@ -245,17 +258,16 @@ def put_into(current: Any, value: Any, is_own: Callable[[type], bool]) -> bool:
 
 def _update(owner: Any, given: dict[Any, Any], removed: dict[Any, Any]) -> None:
     """Without what each process has of its own."""
-    kind: Any = type(owner)
     held = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
     for key in [key for key, item in removed.items() if not is_of_process(key, item)]:
         held.pop(key, None)
     for key, item in given.items():
         if is_of_process(key, item):
             continue
-        if isinstance(owner, dict) or key not in slots(kind):
+        if isinstance(owner, dict):
             held[key] = item
         else:
-            object.__setattr__(owner, key, item)
+            put_attribute(owner, key, item)
 
 
 def _kind(value: Any) -> str:

@@ -115,7 +115,7 @@ class Watch:
             )
 
     def called_in_evaluation(self) -> Snapshot | None:
-        """On the last stage, an evaluation step goes on after it has called the pipelined module."""
+        """On the last stage, an evaluation step continues once the pipelined module has returned."""
         self._evaluations += 1
         return self.snapshot() if _is_due(self._evaluations - 1) else None
 

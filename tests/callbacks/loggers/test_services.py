@@ -327,6 +327,20 @@ def test_metrics_may_have_the_names_that_wandb_rows_have_of_their_own(tmp_path: 
     assert rows == [*own, {"trainer/global_step": 3, "outside": 0.25}]
 
 
+def test_rows_outside_of_a_fit_of_an_old_journal_stay_outside(tmp_path: Path, service: _Service) -> None:
+    logger = begun(WandbLogger(), tmp_path / "n" / "v")
+    for step in (1, 2):
+        logger.log_metrics({"loss": 1.0}, step=step)
+    state, journal = logger.state_dict(), tmp_path / "n" / "v" / "wandb_rows.jsonl"
+    with open(journal, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"trainer/global_step": 2, "val": 0.5, "outside": True}) + "\n")
+    resumed = begun(WandbLogger(), tmp_path / "n" / "v", step=2)
+    resumed.load_state_dict(state)
+    resumed.log_metrics({"loss": 1.0}, step=3)
+    _, *rows = map(json.loads, journal.read_text().splitlines())
+    assert rows[2] == {"trainer/global_step": 2, "val": 0.5, "_outside": True} and len(rows) == 4
+
+
 def test_a_run_that_the_user_began_is_used_and_not_finished(tmp_path: Path, service: _Service) -> None:
     service.run = service.init()
     service.calls.clear()
