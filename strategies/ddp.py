@@ -204,6 +204,7 @@ class DDP(SPMDStrategy[Replica]):
         def without_weight(batch: Any, batch_idx: int) -> Any:
             if batch is None:  # a dataset that shards itself had nothing for this rank
                 return stand_in(batch, batch_idx)
+            wrapped.bucket_order()  # which DDP settles on the others before code of the user calls a collective
             before = numbers(model)
             with side_effect_free(model), self._step_hooks.log_scope(0):
                 output = step_fn(batch, batch_idx)

@@ -51,6 +51,8 @@ class Window:
     began."""
     in_group: int = 0
     """Samples asked for over all micro-batches and the ranks of this rank's group, if there are several groups."""
+    may_lack: bool = False
+    """Whether a rank, the first one too, may have no samples that no other rank knows of."""
     more: bool = False
     """Whether this is a part of a window that another part follows on this rank: its last batch ends like any."""
 
@@ -324,7 +326,8 @@ class ShardedLoader:
         if not virtual:
             if share.groups > 1 and self._source.counts_own:  # of other ranks' batches only the sum is known
                 in_group = num_samples // share.groups
-            return Window(micro_batches, num_samples, num_batches=num_batches, in_group=in_group)
+            may_lack = self._source.may_filter or self._source.counts_own
+            return Window(micro_batches, num_samples, num_batches=num_batches, in_group=in_group, may_lack=may_lack)
         for i, micro_batch in enumerate(micro_batches):
             micro_batch.share = virtual[i % len(virtual)]
         ordered = [part for i in range(len(virtual)) for part in micro_batches[i :: len(virtual)]]
@@ -372,7 +375,7 @@ class ShardedLoader:
             seen, done, empty = seen + shared % (1 << 32), done + want, False
             if seen > start:
                 self._source.mark(seen, done)
-                yield Window(mine, shared % (1 << 32), num_batches=self._source.batches_of(want))
+                yield Window(mine, shared % (1 << 32), num_batches=self._source.batches_of(want), may_lack=True)
         if empty:
             raise ValueError(f"the loader yielded no batch in epoch {epoch}: {self._source.describe()}")
 

@@ -85,11 +85,11 @@ def shared(buffers: SharedBuffers | None, window: Window, strategy: str) -> Iter
     held = partial(kept_buffers, buffers.model)
     with refusing_counts(held, own * looks, window.num_samples, strategy, batches, buffers.suspects):
         yield
-    buffers.share(window.has_samples)
+    buffers.share(window)
 
 
 class SharedBuffers:
-    """Rank 0's buffers overwrite the others' after each step.
+    """Rank 0's buffers overwrite the others' after each step, or those of the first rank that had samples in it.
 
     Those that are not in a state dict are caches, and each rank's own.
 
@@ -138,9 +138,9 @@ class SharedBuffers:
             self._looks = 0
         return changed
 
-    def share(self, had_samples: bool) -> None:
-        """Every rank of the group calls it after a step. Raises RuntimeError for a buffer that differs from rank 0's,
-        on a rank that `had_samples` in all of the step."""
+    def share(self, window: Window) -> None:
+        """Every rank of the group calls it after a step. Raises RuntimeError for a buffer that differs from the first
+        rank's, on a rank that had samples in all of the step."""
         if self._broadcast is False:
             return
         if (shapes := self._now()) != self._shapes:
@@ -153,10 +153,11 @@ class SharedBuffers:
                 )
         if not shapes:
             return
-        compares = self._broadcast is None and had_samples
+        compares = self._broadcast is None and window.has_samples
         self._looks += compares
         modules = dict.fromkeys(module for module, _ in shapes)
-        others = share_buffers(modules, self._group, compares, waits=self._looks <= _LOOKS, caches=False)
+        src = self._first_with_samples(window) if window.may_lack else 0
+        others = share_buffers(modules, self._group, compares, waits=self._looks <= _LOOKS, caches=False, src=src)
         if not others:
             return
         names = sorted(name for name, buffer in self.model.named_buffers() if id(buffer) in others)
@@ -165,6 +166,15 @@ class SharedBuffers:
             "samples of each, and none of them is that of one process; sum what goes into it over the ranks "
             "(self.sum_over_ranks), use virtual_ranks, or give the strategy broadcast_buffers=True to take rank 0's"
         )
+
+    def _first_with_samples(self, window: Window) -> int:
+        """The first rank of the group that had samples in all of the step, else in a part of it; 0 if none had."""
+        size = dist.get_world_size(self._group)
+        lacks = 0 if window.has_samples else 1 if any(part.num_samples for part in window.micro_batches) else 2
+        device = next((buffer.device for buffer in self.model.buffers()), None)
+        order = torch.tensor(lacks * size + dist.get_rank(self._group), device=device)
+        dist.all_reduce(order, dist.ReduceOp.MIN, self._group)
+        return int(order) % size
 
 
 @torch.no_grad()
@@ -182,9 +192,10 @@ def share_buffers(
     compares: bool = False,
     waits: bool = False,
     caches: bool = True,
+    src: int = 0,
 ) -> set[int]:
-    """Rank 0's buffers of each module itself overwrite the others', as in DDP; one broadcast a dtype. Every rank of the
-    group calls it.
+    """Rank `src`'s buffers of each module itself overwrite the others', as in DDP; one broadcast a dtype. Every rank
+    of the group calls it.
 
     With `compares` returns the `id` of those that were others on this rank, without statistics of normalizing layers;
     on an accelerator only if the host `waits` for it. Without `caches` those that are in no state dict are skipped.
@@ -204,7 +215,7 @@ def share_buffers(
     for buffers in by_dtype.values():
         mine = [local(buffer) for buffer in buffers]  # that of a tensor-parallel layer is a DTensor
         flat = torch.cat([buffer.reshape(-1) for buffer in mine])
-        dist.broadcast(flat, group=group, group_src=0)
+        dist.broadcast(flat, group=group, group_src=src)
         pieces = [piece.view_as(own) for own, piece in zip(mine, flat.split([b.numel() for b in mine]), strict=True)]
         for buffer, own, piece in zip(buffers, mine, pieces, strict=True):
             if id(buffer) in compared and not same_values(own, piece):

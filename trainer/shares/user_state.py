@@ -331,7 +331,8 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif isinstance(value, MethodType):
-        yield "self", value.__self__
+        if not value.__func__.__module__.startswith("lockstep.strategies."):  # such as a wrapped model's
+            yield "self", value.__self__
     elif isinstance(value, FunctionType):
         theirs = is_theirs(value)
         yield from vars(value).items() if theirs else ()

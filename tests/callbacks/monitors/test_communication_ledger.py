@@ -76,17 +76,17 @@ def quiet_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def counted(strategy: str | Strategy, devices: int = RANKS, **options: Any) -> dict[str, tuple[float, float]]:
     """Calls and bytes a step on rank 0 of two micro-batches; that none is missed and the ranks' sum are checked."""
-    ledger = Profiled(num_steps=2)
+    ledger = Profiled(first_step=5, num_steps=2)  # a pipeline compares what hooks set in earlier ones
     run = quiet(
         strategy=strategy,
         devices=devices,
         accelerator="cpu",
         callbacks=[ledger],
         accumulate_grad_batches=2,
-        max_steps=4,
+        max_steps=7,
         **options,
     )
-    run.fit(Deep(), loader(2 * BATCH * RANKS * 5, batch_size=BATCH))
+    run.fit(Deep(), loader(2 * BATCH * RANKS * 8, batch_size=BATCH))
     report = ledger.report
     assert report is not None
     assert report == json.loads(Path("runs/communication.json").read_text())

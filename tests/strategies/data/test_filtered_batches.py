@@ -111,6 +111,31 @@ def test_weights_and_means_are_those_of_one_process(strategy: str, devices: int,
     assert metrics == pytest.approx(want_metrics, rel=1e-12)
 
 
+class Sums(Plain):
+    """A buffer of sums over the ranks, which weights the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.total += self.sum_over_ranks(batch[0].square().sum())
+        return super().training_step(batch, batch_idx) * (1 + 0.1 * self.total)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_buffers_are_those_of_a_rank_that_had_samples(strategy: str) -> None:
+    """Rank 0 has none in the second step, in which DDP lays out its buckets too."""
+    firsts = [9.0 if i in (4, 5) else 0.0 for i in range(len(SAMPLES))]
+    dataset = [
+        (torch.cat([torch.tensor([first]), x[1:]]).double(), y) for first, (x, y) in zip(firsts, SAMPLES, strict=True)
+    ]
+    want, _ = trained("single", 1, Sums, dataset)
+    found, _ = trained(strategy, 2, Sums, dataset)
+    assert distance(found, want) < 1e-12
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_deepspeed_trains_as_one_process() -> None:
