@@ -60,7 +60,7 @@ docs: .venv/.installed ## Build the site into build/docs; a warning is an error
 
 bench: .venv/.installed ## Measure against a hand-written loop and against peers (one part: .venv/bin/python -m benchmarks.NAME)
 	@set -e; mkdir -p build/bench; for file in benchmarks/[a-z]*.py; do name=$$(basename "$$file" .py); echo "---- $$name"; \
-		case $$name in methods|slow_link|local_updates|federated) ;; pipeline_bubble) $(BIN)/python -m benchmarks.$$name ;; *) $(BIN)/python -m benchmarks.$$name --json build/bench/$$name.json ;; esac; done
+		case $$name in methods|slow_link|local_updates|federated) ;; pipeline_bubble|plan_published|plan_speed) $(BIN)/python -m benchmarks.$$name ;; *) $(BIN)/python -m benchmarks.$$name --json build/bench/$$name.json ;; esac; done
 
 clean: ## Remove the environment, caches and build results; runs stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

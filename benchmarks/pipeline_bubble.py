@@ -11,7 +11,7 @@ The fastest of the steps counts, as other work on the machine can only add to th
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from typing import Any
 
@@ -80,9 +80,11 @@ def measure(strategy: Pipeline, num_parts: int, seconds: float) -> float:
 
 
 def main() -> None:
-    num_ranks, num_parts, milliseconds = (
-        int(word) if word else default for word, default in zip([*sys.argv[1:], "", "", ""], (4, 8, 20), strict=False)
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("ranks", 4), ("parts", 8), ("milliseconds", 20)):
+        parser.add_argument(name, type=int, nargs="?", default=default)
+    given = parser.parse_args()
+    num_ranks, num_parts, milliseconds = given.ranks, given.parts, given.milliseconds
     short, long = f"{milliseconds} ms", f"{LONGER * milliseconds} ms"
     print(f"{num_ranks} ranks, {num_parts} parts, {short} and {long} a forward of one rank's layers")
     print(f"{'schedule':<24}{'plan':>8}{'schedule':>10}{short:>9}{long:>9}{'cost ms a step':>16}{'formula':>34}")

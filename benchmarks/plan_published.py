@@ -344,8 +344,8 @@ def report(results: Sequence[Result]) -> str:
     lines.append(
         f"Memory within 10 %: {near} of {len(known)} rows. Fits or not as published: {right} of {len(judged)}."
     )
-    for table in dict.fromkeys(r.row.table for r in results):
-        mine = [r for r in results if r.row.table == table and r.row.tokens_per_s is not None]
+    for table in dict.fromkeys(r.row.table for r in judged):
+        mine = [r for r in judged if r.row.table == table and r.row.tokens_per_s is not None]
         if len(mine) > 2:
             order = spearman([r.speed for r in mine], [r.row.tokens_per_s or 0 for r in mine])
             lines.append(f"Order of throughput in {table}: Spearman {order:.2f} over {len(mine)} rows.")

@@ -5,6 +5,7 @@ python -m benchmarks.plan_speed
 
 from __future__ import annotations
 
+import argparse
 import resource
 import subprocess
 import sys
@@ -16,6 +17,7 @@ COMMAND = (
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     run = subprocess.run([sys.executable, "-m", "lockstep", *COMMAND.split()])
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(f"\n{used.ru_utime + used.ru_stime:.0f} CPU seconds, {used.ru_maxrss / 2**20:.2f} GiB")

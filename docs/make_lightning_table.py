@@ -71,7 +71,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("logger", "loggers"), "read-only; set between runs with `lockstep.lightning`"),
         "model": "the module as the strategy has wrapped it, while it runs",
         "optimizers": "read-only; `param_groups` may change",
-        "predict": "each sample once, in order, on every rank",
+        "predict": "each sample once, in order; under a launcher on rank 0",
         "save_checkpoint": "a folder, written by all ranks; `.ckpt` by `lockstep checkpoint export`; refused after a "
         "fit that failed; after one on several ranks, or with callbacks such as `WeightAveraging` and `ModelPruning`, "
         "it copies what ModelCheckpoint saved of the last step, or needs `weights_only=True`",

@@ -1,8 +1,8 @@
 """The README and the guide: every block runs, every command and link leads somewhere.
 
-- Python blocks of a page run in order, as one program. Pages of the guide continue from the first block of
-  docs/getting-started.md, tutorials from that of docs/tutorials/digits.md. A ```text block behind a Python block is
-  what it prints (`...` matches anything).
+- Python blocks of a page run in order, as one program. A page that says at its top that they continue from the first
+  block of docs/getting-started.md or docs/tutorials/digits.md follows it; others run alone. A ```text block behind a
+  Python block is what it prints (`...` matches anything).
 - Commands in ```bash blocks: targets of `make` exist, `lockstep ...` has a config that fits, files exist;
   `lockstep config ...` runs, and prints the ```yaml block behind it.
 - Other ```yaml blocks are configs: where they name a Module, they fit.
@@ -35,6 +35,7 @@ RESULTS = sorted((REPO_ROOT / "benchmarks" / "results").glob("*.md"))
 TEXTS = [*PAGES, *RESULTS, REPO_ROOT / "CONTRIBUTING.md", REPO_ROOT / "CHANGELOG.md"]
 GETTING_STARTED = REPO_ROOT / "docs" / "getting-started.md"
 TUTORIAL = REPO_ROOT / "docs" / "tutorials" / "digits.md"
+CONTINUES = re.compile(r"^Blocks on this page continue from the first one of \[[^]]*\]\((\S+)\)\.$", re.MULTILINE)
 SHELLS = ("bash", "sh", "console")
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```[ ]*$", re.MULTILINE | re.DOTALL)
@@ -82,8 +83,9 @@ def test_python_blocks_run(page: Path, capfd: pytest.CaptureFixture[str]) -> Non
     namespace: dict[str, Any] = {
         "__name__": "__main__"
     }  # as in a user's script: what it defines goes to the ranks by value
-    if page not in (GETTING_STARTED, TUTORIAL, REPO_ROOT / "README.md"):
-        start = TUTORIAL if page.parent == TUTORIAL.parent else GETTING_STARTED
+    if (link := CONTINUES.search(page.read_text())) is not None:  # else its blocks run alone
+        start = (page.parent / link[1]).resolve()
+        assert start in (GETTING_STARTED, TUTORIAL)
         run(next(block for block in blocks(start) if block.language == "python"), start, namespace)
     for block, expected in with_output(page, ("python",), "text"):
         capfd.readouterr()

@@ -18,8 +18,8 @@ class GradientNorm(Callback):
     """Log the 2-norm of the gradient before it is clipped, in the steps that are logged (`log_every_n_steps`).
 
     The norm is that of all parameters over all ranks, whatever part of it a rank holds, so it is the same under every
-    strategy. With several optimizers there is one value for each, under `<name>/<optimizer>`. In other steps it costs
-    nothing.
+    strategy whose ranks step together; the others refuse it. With several optimizers there is one value for each, under
+    `<name>/<optimizer>`. In other steps it costs nothing.
 
     Args:
         name: Name of the logged value.
