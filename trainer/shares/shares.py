@@ -18,6 +18,7 @@ from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.side_effect_free import PlainAttributes, PlainValues, differ
 from lockstep.trainer.checkpoint.rank_state import on_device_of, torchmetrics_of
+from lockstep.trainer.metrics.beside import watched_updates
 from lockstep.trainer.metrics.gathering import gather_values
 from lockstep.trainer.metrics.model_parts import Parts
 from lockstep.trainer.metrics.sync import in_turn, of_all_samples, refuse_windows, uncached
@@ -287,13 +288,15 @@ class _MetricState:
 @contextmanager
 def shared_metrics(shares: Shares, module: nn.Module) -> Iterator[None]:
     """While it lasts the metrics of `module` compute over the states of all shares, and reset all of them."""
-    refuse_windows(module, shares._run.strategy.virtual_ranks or 1)
-    metrics = [metric for metric in torchmetrics_of(module).values() if metric.dist_sync_fn is None]
+    num_shares = shares._run.strategy.virtual_ranks or 1
+    refuse_windows(module, num_shares)
+    found = {name: metric for name, metric in torchmetrics_of(module).items() if metric.dist_sync_fn is None}
+    metrics = [*found.values()]
     for metric in metrics:
         metric._sync_dist, metric.reset = _Together(shares, metric), _ResetAll(shares, metric)
         metric.distributed_available_fn = _yes
     try:
-        with uncached(metrics):
+        with uncached(metrics), watched_updates(found, num_shares, False):
             yield
     finally:
         for metric in metrics:

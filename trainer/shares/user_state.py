@@ -12,7 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
-from itertools import count
+from itertools import count, islice
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,7 +36,9 @@ Marks = dict[str, Any]
 _DEPTH = 5
 """How deep containers and objects within attributes are searched."""
 _MANY = 64
-"""Items of a list that are searched; of the others it is only seen whether they are the same objects."""
+"""Items of a list that are searched; of the others, and of what larger containers hold, it is seen whether they are the
+same objects, and of the first `_MOST` whether they were changed in place."""
+_MOST = 4096
 _READ_BYTES = 2**22
 """Larger tensors and arrays are not read: what torch notes of them is compared."""
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), np.generic)
@@ -124,9 +126,10 @@ class _Items(NamedTuple):
 
 
 class _Objects(NamedTuple):
-    """What a container holds of which nothing is read."""
+    """What a large container holds, and marks of the first of it that can change in place."""
 
     items: tuple[Any, ...]
+    marks: list[Any]
 
 
 class _Found(NamedTuple):
@@ -220,14 +223,11 @@ def _differ(one: Any, other: Any) -> bool:
         grown = one.container is other.container and _starts_with(other.items[_MANY:], one.items[_MANY:])
         return not grown or len(other.items) < len(one.items) or any(map(_differ, one.marks, other.marks))
     if isinstance(one, _Objects) and isinstance(other, _Objects):
-        return len(one.items) != len(other.items) or not _starts_with(one.items, other.items)
+        same = len(one.items) == len(other.items) and _starts_with(one.items, other.items)
+        return not same or any(map(_differ, one.marks, other.marks))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() != other.keys() or any(_differ(one[key], other[key]) for key in one)
     return differ(one, other)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, type(None)))
 
 
 def is_users_class(kind: type) -> bool:
@@ -246,7 +246,8 @@ def _found(run: RunState, model: ModelParts) -> _Found:
     for callback in run.callbacks:
         if is_users_class(type(callback)) or callback.changes_model:
             search.attributes(callback, prefix := f"{type(callback).__name__}.")
-            search.owners |= {prefix + key: (callback, key) for key, v in vars(callback).items() if _is_number(v)}
+            numbers = [key for key, value in vars(callback).items() if isinstance(value, (int, float, type(None)))]
+            search.owners |= {prefix + key: (callback, key) for key in numbers}
     for name, parameter in model.parameters:
         for hooks in OF_TENSOR:
             if held := getattr(parameter, hooks, None):
@@ -308,10 +309,15 @@ class _Search:
             return place
         if isinstance(value, list) or (isinstance(value, deque) and value.maxlen is None):
             first = [self._mark(item, f"{name}[{i}]", depth - 1) for i, item in zip(range(_MANY), value, strict=False)]
+            first += map(_noted, islice(value, _MANY, _MOST))
             self.lists[name] = _Items(value, tuple(value), first)
             return self.lists[name]
         if isinstance(value, (dict, tuple, deque, set, frozenset)) and len(value) > _MANY:
-            return _Objects((*value, *value.values()) if isinstance(value, dict) else (*value,))
+            items = (*value, *value.values()) if isinstance(value, dict) else (*value,)
+            held = [item for item in islice(items, 2 * _MOST) if not isinstance(item, _NUMBERS)]
+            return _Objects(
+                items, [_noted(item) or self._mark(item, f"{name}[{i}]", depth - 1) for i, item in enumerate(held)]
+            )
         if isinstance(value, (tuple, deque)):
             return {i: self._mark(item, f"{name}[{i}]", depth - 1) for i, item in enumerate(value)}
         if isinstance(value, (set, frozenset)):
@@ -381,6 +387,11 @@ def _global_generators(kind: type) -> dict[str, Any]:
                 elif generator_state(value) is not None:
                     found[f"{function.__module__}.{key}"] = value
     return found
+
+
+def _noted(value: Any) -> Any:
+    """What torch notes of a tensor; None for anything else."""
+    return (value._version, id(value)) if isinstance(value, Tensor) and not value.is_inference() else None
 
 
 def _of_array(array: np.ndarray) -> Any:

@@ -407,3 +407,47 @@ def test_a_sum_over_shares_or_on_one_rank_does_not_count_ranks(
     hook: str, options: dict[str, Any], expected: int
 ) -> None:
     assert fit(adding(hook, **options)).callback_metrics["sum"] == expected
+
+
+@pytest.mark.parametrize(
+    "bank",
+    [{i: torch.ones(1) for i in range(100)}, [torch.ones(1) for _ in range(100)], {i: {"n": 1.0} for i in range(100)}],
+    ids=["tensors in a dict", "tensors in a list", "dicts in a dict"],
+)
+def test_what_a_large_container_holds_is_read(bank: Any) -> None:
+    def add(module: Any, x: torch.Tensor) -> None:
+        held = module.bank[70]
+        if isinstance(held, dict):
+            held["n"] += 1
+        else:
+            held += 1
+
+    toy = Toy(add)
+    toy.bank = bank
+    with pytest.raises(RuntimeError, match=r"training_step changed bank, which would depend"):
+        fit(toy)
+
+
+class Ratio(torchmetrics.Metric):
+    """Counts beside its states."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), "sum")
+        self.n = 0
+
+    def update(self, x: torch.Tensor) -> None:
+        self.total += x.sum()
+        self.n += len(x)
+
+    def compute(self) -> Any:
+        return self.total / self.n
+
+
+def test_a_metric_that_counts_beside_its_states_is_refused() -> None:
+    toy = Toy(lambda module, x: module.ratio.update(x))
+    toy.ratio = Ratio()
+    with pytest.raises(ValueError, match=r"ratio \(Ratio\) counts in n, which is not one of its states"):
+        fit(toy)
