@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from lockstep.strategies.modules.parameter_hooks import is_of_engines
+
 _LATER = frozenset(
     ("_external_params", "applied_pre_backward_ref_cnt", "ds_grads_remaining", "post_bwd_fn", "pre_bwd_fn")
 )
@@ -11,7 +13,7 @@ _LATER = frozenset(
 
 
 class Additions:
-    """Attributes that the engine gives modules and parameters; those that user code gives modules stay."""
+    """Attributes that the engine gives modules and parameters; those that user code gives them stay."""
 
     def __init__(self, model: nn.Module) -> None:
         """Before the engine is built."""
@@ -20,14 +22,16 @@ class Additions:
         self._added: dict[nn.Module, set[str]] = {}
 
     def seal(self) -> None:
-        """The engine is built: what modules get from now on is the user's, but for what it gives them as they run."""
+        """The engine is built: what they get from now on is the user's, but for what it gives them as they run."""
         self._added = {module: (set(vars(module)) | _LATER) - names for module, names in self._modules.items()}
+        self._of_engine = [set(vars(parameter)) - before for parameter, before in self._parameters]
 
     def remove(self) -> None:
         for module, names in self._added.items():
             for name in names & set(vars(module)):
                 del vars(module)[name]
             vars(module)["_parameters"] = dict(module._parameters.items())  # the engine's [] may gather
-        for parameter, before in self._parameters:
-            for name in set(vars(parameter)) - before:
+        for (parameter, before), built in zip(self._parameters, self._of_engine, strict=True):
+            added = set(vars(parameter)) - before
+            for name in added & built | {*filter(is_of_engines, added)}:
                 del vars(parameter)[name]

@@ -27,8 +27,8 @@ from torch.utils.hooks import RemovableHandle
 M = TypeVar("M", bound=nn.Module)
 ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where torch keeps the hooks of a tensor: dicts, in which the handles that users hold find what to remove."""
-_OF_TORCH = ("_is_param", "_fsdp_", "_dynamo_")
-"""What attributes begin with that torch sets on parameters."""
+_OF_ENGINES = ("_is_param", "_fsdp_", "_dynamo_", "ds_", "_ds", "_hp", "_z3", "_index_in", "grad_accum")
+"""What attributes begin with that torch and DeepSpeed set on parameters."""
 _OF_FAKE = {"_fake_device", "fake_device", "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor"}
 """What torch sets on each FakeTensor, `fake_device` before torch 2.12."""
 _HOOKS, _PARAMETER = operator.attrgetter(*ATTRIBUTES), operator.itemgetter(1)
@@ -147,10 +147,15 @@ def copy_attributes(original: Tensor, other: Tensor) -> None:
 
 def attributes(tensor: Tensor) -> dict[str, Any]:
     """What user code has set on a tensor."""
-    found = {name: value for name, value in vars(tensor).items() if not name.startswith(_OF_TORCH)}
+    found = {name: value for name, value in vars(tensor).items() if not is_of_engines(name)}
     if _is_fake(tensor):
         found = {name: value for name, value in found.items() if name not in _OF_FAKE and "_memo" not in name}
     return found
+
+
+def is_of_engines(name: str) -> bool:
+    """Whether an attribute of a parameter with this name belongs to torch or DeepSpeed."""
+    return name.startswith(_OF_ENGINES)
 
 
 def _is_fake(tensor: Tensor) -> bool:

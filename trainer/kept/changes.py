@@ -368,7 +368,7 @@ class Changes:
     def _owners(self) -> Iterator[tuple[str, Any]]:
         """By name all whose attributes are saved."""
         seen, paths = set[int](), set[str]()
-        for path, owner in (*layers(self._module), *self._beside.items()):
+        for path, owner in (*layers(self._module), *self._module.named_parameters(), *self._beside.items()):
             for place, found in ((path, owner), *objects(owner, path, seen)):
                 while place in paths:  # as of the keys 1 and "1" of a dict
                     place += "'"

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lockstep.strategies.launch.program.values import put_attribute, slots
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import is_of_user
+from lockstep.strategies.modules.parameter_hooks import is_of_engines
 from lockstep.strategies.sync.contents import (
     checksum,
     generator_content,
@@ -47,6 +48,8 @@ def attributes(owner: Any) -> dict[str, Any]:
     if isinstance(owner, nn.Module) and not is_of_user(owner):
         caches = caches_of(owner)
         own = {name: value for name, value in own.items() if type(value) in (*SAVED, tuple) or name in caches}
+    elif isinstance(owner, nn.Parameter):
+        own = {name: value for name, value in own.items() if not is_of_engines(name)}
     return {name: value for name, value in own.items() if name not in not_theirs and not isinstance(value, nn.Module)}
 
 

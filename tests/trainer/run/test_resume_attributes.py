@@ -116,6 +116,29 @@ def test_attributes_continue(tmp_path: Path, layout: dict[str, Any], caplog: Any
         assert layers[0].calls == layers[1].calls and torch.equal(layers[0].seen, layers[1].seen)
 
 
+class Anchored(Net):
+    """Keeps on its parameters what penalties use, as elastic weight consolidation does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for p in self.parameters():
+            if hasattr(p, "anchor"):
+                loss = loss + 0.1 * p.epochs * (p - p.anchor).square().sum()
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        for p in self.parameters():
+            p.anchor, p.epochs = p.detach().clone(), getattr(p, "epochs", 0) + 1
+
+
+def test_attributes_of_parameters_continue(tmp_path: Path) -> None:
+    whole = fit(kind=Anchored, callbacks=[Save(tmp_path)])
+    for step in ("1", "end 0", "5"):
+        resumed = fit(tmp_path / step, Anchored)
+        assert equal(weights(resumed), weights(whole)), step
+        assert [p.epochs for p in resumed.parameters()] == [p.epochs for p in whole.parameters()] and whole.net
+
+
 @pytest.mark.ranks
 def test_attributes_of_a_module_with_metrics_come_back_from_ranks() -> None:
     assert fit(strategy="ddp", devices=2, max_epochs=1).by_hook == 2
