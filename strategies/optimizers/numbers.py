@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_NUMBERS = (bool, int, float, str, list, tuple, Tensor)
+
 
 def numbers_of(group: dict[str, Any]) -> dict[str, Any]:
     """A copy of a group's options and of what its steps count."""
     return {
-        key: value.clone() if isinstance(value, Tensor) else copy.copy(value)
+        key: value.clone() if isinstance(value, Tensor) else copy.copy(value) if isinstance(value, list) else value
         for key, value in group.items()
-        if key not in ("params", "param_names") and isinstance(value, bool | int | float | str | list | tuple | Tensor)
+        if key not in ("params", "param_names") and isinstance(value, _NUMBERS)
     }
 
 
