@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import marshal
+import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 _NUMBERS = (bool, int, float, str, list, tuple, Tensor)
+_RATES = (float, int, tuple)
 
 
 def numbers_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -58,3 +63,14 @@ def put_back(group: dict[str, Any], before: dict[str, Any]) -> None:
             now.copy_(value)
         else:
             group[key] = value.clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+def hash_of_rates(optimizers: Iterable[Optimizer]) -> int:
+    """A hash of what each rank is to step with alike."""
+    names = "lr", "momentum", "betas", "weight_decay"
+    rates = [group.get(name) for optimizer in optimizers for group in optimizer.param_groups for name in names]
+    held = [rate for rate in rates if isinstance(rate, _RATES)]
+    try:
+        return zlib.crc32(marshal.dumps(held, 2))  # later versions write which objects are shared, too
+    except ValueError:  # betas that are tensors
+        return zlib.crc32(repr(held).encode())

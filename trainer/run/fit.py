@@ -9,8 +9,7 @@
 from __future__ import annotations
 
 import logging
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import filterfalse
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import StepHooks, StepResult, StepVote
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.phase import CALLBACKS, END_OF_STEP, OPTIMIZER_STEP, set_phase
+from lockstep.strategies.optimizers.numbers import hash_of_rates
 from lockstep.trainer.run import evaluate, loss_means, publish, saving
 from lockstep.trainer.run.guards import check_weight, on_any_rank
 from lockstep.trainer.run.hooks import check_exchanged, is_users, refuse_skip
@@ -278,16 +278,9 @@ def vote(run: RunState, meets: bool, several: bool) -> StepVote:
     stop = run.signals.number or int(run.should_stop)
     if run.saving is not None and run.saving.failure is not None:
         stop = saving.SAVE_FAILED
-    rates = _hash_of_rates(run.optimizers.values()) if meets else 0
+    rates = hash_of_rates(run.optimizers.values()) if meets else 0
     cast = StepVote(stop, run.metrics.keys_hash if run.metrics.samples else 0, run.metrics.names, rates)
     return cast._replace(order=run.train_dataloader.order) if several else cast
-
-
-def _hash_of_rates(optimizers: Iterable[Optimizer]) -> int:
-    """A hash of what each rank is to step with alike."""
-    names = "lr", "momentum", "betas", "weight_decay"
-    rates = [group.get(name) for optimizer in optimizers for group in optimizer.param_groups for name in names]
-    return zlib.crc32(repr([rate for rate in rates if isinstance(rate, float | int | tuple)]).encode())
 
 
 def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBatch]:
