@@ -324,13 +324,14 @@ class SPMDStrategy(SPMDStep[W]):
             self._compression.seed_once(seed)
         return ShardedLoader(
             loader,
-            rank=self.topology.data_rank,
-            size=self.topology.data_size,
+            rank=self.shares[0] if self.virtual_ranks else self.topology.data_rank,
+            size=self.virtual_ranks or self.topology.data_size,
             seed=seed,
             shuffle=shuffle,
             accumulate=accumulate,
             split=split,
             groups=self.data_groups,
+            virtual=self.shares,
             sum_over_ranks=lambda n: (
                 int(self.all_reduce(torch.tensor(n))) * self.topology.data_size // self.topology.world_size
             ),

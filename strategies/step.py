@@ -53,6 +53,12 @@ class SPMDStep(ManualOptimization[W]):
         self._non_finite: Tensor | None = None
         self._compression: Compression | None = None
 
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The virtual ranks that this rank runs, in this order."""
+        number = self.virtual_ranks // self.topology.data_size
+        return tuple(range(self.topology.data_rank * number, (self.topology.data_rank + 1) * number))
+
     def to_device(self, batch: Any) -> Any:
         dtype = self.precision.dtype
         if self._on_cpu and dtype == torch.float32 and type(batch) is list:

@@ -24,7 +24,7 @@ from lockstep.strategies.base import (
     Topology,
     W,
 )
-from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
+from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch import environment, fault_injection
 from lockstep.strategies.losses import detach, run_own
 from lockstep.strategies.modules.model_changes import (
@@ -103,32 +103,6 @@ class VirtualStep(ShareHooks[W], SPMDStrategy[W]):
         if self._threads is not None:
             torch.set_num_threads(self._threads)
             self._threads = None
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """The virtual ranks that this rank runs, in this order."""
-        number = self.virtual_ranks // self.topology.data_size
-        return tuple(range(self.topology.data_rank * number, (self.topology.data_rank + 1) * number))
-
-    def shard_loader(
-        self, loader: Any, *, seed: int, shuffle: bool | None = None, accumulate: int = 1, split: bool = False
-    ) -> ShardedLoader:
-        if self._compression is not None:
-            self._compression.seed_once(seed)
-        return ShardedLoader(
-            loader,
-            rank=self.shares[0],
-            size=self.virtual_ranks,
-            seed=seed,
-            shuffle=shuffle,
-            accumulate=accumulate,
-            split=split,
-            sum_over_ranks=lambda number: (
-                int(self.all_reduce(torch.tensor(number))) * self.topology.data_size // self.topology.world_size
-            ),
-            virtual=self.shares,
-            groups=self.data_groups,
-        )
 
     def forward_backward(self, wrapped: W, step_fn: StepFn, window: Window, hooks: StepHooks = NO_HOOKS) -> StepResult:
         if not hooks.automatic:
