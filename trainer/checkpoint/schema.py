@@ -28,31 +28,19 @@ def fault(checkpoint: Checkpoint) -> str | None:
     """The key of the first part of a fit's checkpoint that is not as a fit saves it, with what is wrong; None if all
     is."""
     state = checkpoint.state
-    for key, check in _STATE.items():
-        if key not in state or not check(state[key]):
-            return f"state.json has no valid {key}"
+    if (key := _wrong(state, _STATE)) is not None:
+        return f"state.json has no valid {key}"
     progress, windows = state["progress"], state["windows"]
-    for key, check in _WINDOWS.items():
-        if key not in windows or not check(windows[key]):
-            return f"state.json has no valid windows.{key}"
+    if (key := _wrong(windows, _WINDOWS)) is not None:
+        return f"state.json has no valid windows.{key}"
     try:
         Progress().load_state_dict(progress)
     except ValueError as error:
         return str(error)
     if progress["global_step"] != checkpoint.global_step:
         return f"progress.global_step is {progress['global_step']}, but {checkpoint.global_step} in the manifest"
-    accumulation = state.get("accumulation", {"at_start": 1, "now": 1})  # older versions saved none
-    if not _is_object(accumulation) or not all(
-        _WINDOWS["accumulate"](accumulation.get(k)) for k in ("at_start", "now")
-    ):
-        return "state.json has no valid accumulation"
-    if "numbers" in state and not _are_all_numbers(state["numbers"]):  # as there
-        return "state.json has no valid numbers"
-    if "rng_at_setup" in state and not _is_rng(state["rng_at_setup"]):  # as there
-        return "state.json has no valid rng_at_setup"
-    for key in ("measured_at", "logged_metrics", "progress_bar_metrics"):  # as there
-        if not _is_dict(state.get(key, {}), is_number):
-            return f"state.json has no valid {key}"
+    if (key := _wrong(state, {}, _STATE_IF_THERE)) is not None:
+        return f"state.json has no valid {key}"
     for part, whole in (
         ("batches_seen", "total_batches"),
         ("samples_seen", "total_samples"),
@@ -62,9 +50,15 @@ def fault(checkpoint: Checkpoint) -> str | None:
             return f"progress.{part} is {progress[part]}, but progress.{whole} is {progress[whole]}"
     if progress["current_epoch"] >= _MOST or progress["global_step"] >= _MOST:
         return f"progress counts more than {_MOST} epochs or steps"
-    if not _is_dict(state.get("optimizer_attributes", {}), _are_attributes):
-        return "state.json has no valid optimizer_attributes"
     return _strategy_fault(state["strategy"]) or _reference_fault(checkpoint) or _rank_faults(checkpoint)
+
+
+def _wrong(held: dict[str, Any], needed: dict[str, Check], if_there: dict[str, Check] | None = None) -> str | None:
+    """The first key that is missing or whose value is not valid."""
+    for key, check in {**needed, **(if_there or {})}.items():
+        if not check(held[key]) if key in held else key in needed:
+            return key
+    return None
 
 
 def _rank_faults(checkpoint: Checkpoint) -> str | None:
@@ -74,21 +68,8 @@ def _rank_faults(checkpoint: Checkpoint) -> str | None:
         return f"world_size is {checkpoint.world_size}, but there are {len(found)} rank files"
     for rank in range(checkpoint.world_size):
         state = checkpoint.rank_state(rank) or {}
-        for key, check in _RANK.items():
-            if key not in state or not check(state[key]):
-                return f"rank-{rank:05d}.json has no valid {key}"
-        if not is_count(state.get("samples", 0)):
-            return f"rank-{rank:05d}.json has no valid samples"
-        if not _is_dict(state.get("kept", {}), lambda metric: _is_dict(metric, _is_tensor)):
-            return f"rank-{rank:05d}.json has no valid kept"
-        if not _are_changes(state.get("attributes", {})):
-            return f"rank-{rank:05d}.json has no valid attributes"
-        if not _is_reload(state.get("reload", {})):
-            return f"rank-{rank:05d}.json has no valid reload"
-        if not _are_start_hooks(state.get("start_hooks", {})):
-            return f"rank-{rank:05d}.json has no valid start_hooks"
-        if not _is_dict(state.get("shares", {}), lambda metric: _is_dict(metric, _is_torchmetric)):
-            return f"rank-{rank:05d}.json has no valid shares"
+        if (key := _wrong(state, _RANK, _RANK_IF_THERE)) is not None:
+            return f"rank-{rank:05d}.json has no valid {key}"
         if (misordered := _misordered(checkpoint, dict(references(state)))) is not None:
             return f"rank-{rank:05d}.json has no valid order of the dimensions of the tensor {misordered!r}"
         if not 0 <= state["data_rank"] < state["data_size"] <= checkpoint.world_size:
@@ -291,6 +272,10 @@ def _is_reload(value: Any) -> bool:
     )
 
 
+def _are_measured(value: Any) -> bool:
+    return _is_dict(value, is_number)
+
+
 def _is_name(value: Any) -> bool:
     return _is_list(value, _is_str) and len(value) == 2
 
@@ -316,10 +301,22 @@ _STATE: dict[str, Check] = {
     "strategy": _is_object,
     "schedulers": lambda value: _is_list(value, _is_object),
     "callbacks": _is_object,
-    "metrics": lambda value: _is_dict(value, is_number),
+    "metrics": _are_measured,
     "windows": _is_object,
     "datamodule": lambda value: True,
     "module": _is_object,
+}
+
+_STATE_IF_THERE: dict[str, Check] = {  # older versions did not save these
+    "accumulation": lambda value: (
+        _is_object(value) and all(_WINDOWS["accumulate"](value.get(key)) for key in ("at_start", "now"))
+    ),
+    "numbers": _are_all_numbers,
+    "rng_at_setup": _is_rng,
+    "measured_at": _are_measured,
+    "logged_metrics": _are_measured,
+    "progress_bar_metrics": _are_measured,
+    "optimizer_attributes": lambda value: _is_dict(value, _are_attributes),
 }
 
 _WINDOWS: dict[str, Check] = {
@@ -337,4 +334,13 @@ _RANK: dict[str, Check] = {
     "sums": lambda value: _is_dict(value, _is_sum),
     "loader": lambda value: True,
     "torchmetrics": lambda value: _is_dict(value, _is_torchmetric),
+}
+
+_RANK_IF_THERE: dict[str, Check] = {  # older versions did not save these
+    "samples": is_count,
+    "kept": lambda value: _is_dict(value, lambda metric: _is_dict(metric, _is_tensor)),
+    "attributes": _are_changes,
+    "reload": _is_reload,
+    "start_hooks": _are_start_hooks,
+    "shares": lambda value: _is_dict(value, lambda metric: _is_dict(metric, _is_torchmetric)),
 }
