@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.sync.collectives import local
+from lockstep.strategies.sync.contents import same_bits
 
 _Kind = tuple[torch.dtype, torch.device]
 
@@ -151,7 +152,7 @@ class Exchange:
         """Whether all that this rank holds of them has the bits that it has received."""
         now = self._shards(held).flat()
         return now.keys() == self._received.keys() and all(
-            _same_bits(now[kind], flat) for kind, flat in self._received.items()
+            same_bits(now[kind], flat) for kind, flat in self._received.items()
         )
 
     def _add_sources(
@@ -205,15 +206,6 @@ class Rows:
             )
             for (dtype, device), rows in self.kinds.items()
         }
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two flat tensors are equal in every bit, the sign of a zero and NaN too."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    size = next(size for size in (8, 4, 2, 1) if one.nbytes % size == 0)
-    dtype = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[size]
-    return torch.equal(one.view(dtype), other.view(dtype))
 
 
 def _kinds(tensors: Iterable[Any]) -> dict[_Kind, None]:

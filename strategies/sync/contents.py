@@ -36,6 +36,20 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().reshape(-1, 1).view(torch.uint8)
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors, on any devices, have one dtype, one shape and the same bits: the sign of a zero and what NaN
+    it is count too."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if one.device != other.device:
+        one, other = one.cpu(), other.cpu()
+    flats = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
+    numbers = flats[0].numel(), *(flat.storage_offset() for flat in flats)
+    words = (torch.int64, torch.int32, torch.int16, torch.uint8)  # the wider, the faster
+    dtype = next(dtype for dtype in words if not any(number % dtype.itemsize for number in numbers))
+    return torch.equal(*(flat.view(dtype) for flat in flats))
+
+
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether values are the same; NaN is the same as NaN, which is rare enough to be looked for afterwards."""
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())

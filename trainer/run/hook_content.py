@@ -27,6 +27,7 @@ from lockstep.strategies.checkpoint_state import (
     unpack,
 )
 from lockstep.strategies.modules.model_changes import shortened
+from lockstep.strategies.sync.contents import same_bits
 from lockstep.trainer.setup import frozen
 
 if TYPE_CHECKING:
@@ -285,8 +286,4 @@ def _is(value: Any, shard: TensorShard) -> bool:
         return False
     sizes = zip(shard.offsets, shard.tensor.shape, strict=True)
     there = value.detach()[tuple(slice(start, start + size) for start, size in sizes)]
-    return torch.equal(_bytes(there), _bytes(shard.tensor.detach()))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    return same_bits(there, shard.tensor)
