@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.callbacks.training.weight_averaging import WeightAveraging
-from lockstep.strategies.sync.collectives import all_gather
 from lockstep.trainer.checkpoint import snapshot
 from lockstep.trainer.checkpoint.manifest import refused
 from lockstep.trainer.run.hooks import is_users, of_package
@@ -86,7 +85,7 @@ class StartHooks:
 
     def _load_again(self, run: RunState, module: Module, written: list[str]) -> None:
         """Load the weights if a hook has `written` to some on any rank. Every rank calls it."""
-        if not _on_any_rank(run, bool(written)):
+        if not run.strategy.all_reduce(torch.tensor(int(bool(written))), "max"):
             return
         assert run.resumed is not None
         if written and run.strategy.topology.data_rank == 0:
@@ -172,12 +171,6 @@ def _is_theirs(hook: Any) -> bool:
     """Whether it is the user's, and not that of a callback of Lockstep's which changes the model."""
     owner = getattr(hook.func if isinstance(hook, partial) else hook, "__self__", None)
     return is_users(hook) and not of_package(owner)
-
-
-def _on_any_rank(run: RunState, has_written: bool) -> bool:
-    if run.world_size == 1:
-        return has_written
-    return bool(all_gather(torch.tensor([has_written], device=run.strategy.topology.device)).any())
 
 
 def _options(module: Module, optimizers: list[Optimizer]) -> Options:
