@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from lockstep.callbacks._support.collectives import collective
 from lockstep.callbacks.base import Callback, Logger
@@ -58,6 +57,7 @@ from lockstep.strategies.planning.rounds import (
 )
 from lockstep.strategies.planning.servers import own_batches, ranks_with_servers, without_threads
 from lockstep.strategies.planning.trial_mode import CollectiveCall, TrialMode
+from lockstep.trainer.kept.values import tensors_in
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import fit as loop_of_fit
 from lockstep.trainer.run import lifecycle
@@ -126,7 +126,7 @@ class _Trial:
         self.original, self.rank, self.world_size = trainer, rank, world_size
         self.devices = world_size if axis_of_devices(trainer.strategy) else 1
         """Of a process."""
-        self.mode = TrialMode(_count)
+        self.mode = TrialMode(collective)
         self.axes: dict[str, int] = {}
         self.samples, self.num_parameters, self.times = 0, 0, 1.0
         self.tokens: int | None = None
@@ -250,7 +250,7 @@ def _step(run: RunState, module: Module, loop: FitLoop, window: Window, mode: Tr
     """One optimizer step, as `trainer/run/fit.py` makes it."""
     strategy, wrapped, automatic = run.strategy, run.wrapped, module.automatic_optimization
     optimizers = list(run.optimizers.values())
-    held["inputs"] = mode.mark("inputs", _leaves([micro_batch.batch for micro_batch in window.micro_batches]))
+    held["inputs"] = mode.mark("inputs", tensors_in([micro_batch.batch for micro_batch in window.micro_batches]))
     hooks = loop_of_fit.step_hooks_of(run, loop, automatic)
 
     def vote() -> StepVote:  # after the last forward
@@ -346,10 +346,6 @@ def _changes_the_step(callback: Callback) -> bool:
     return not isinstance(callback, Logger) and not (home.startswith("lockstep.callbacks.") and shows)
 
 
-def _count(op: Any, args: tuple[Any, ...], result: Any) -> tuple[str, str, int] | None:
-    return collective(op, args, result)
-
-
 @contextmanager
 def _noting_optimizers(mode: TrialMode) -> Iterator[None]:
     def begin(optimizer: Optimizer, *_: Any) -> None:
@@ -371,16 +367,12 @@ def _noting_optimizers(mode: TrialMode) -> Iterator[None]:
 def _states(run: RunState) -> list[Tensor]:
     """The state of all optimizers, also where a strategy shows user code none of it."""
     states = [getattr(optimizer.state, "held", optimizer.state) for optimizer in run.optimizers.values()]
-    return [leaf for state in states for leaf in tree_leaves(list(state.values())) if isinstance(leaf, Tensor)]
-
-
-def _leaves(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return tensors_in([list(state.values()) for state in states])
 
 
 def _tokens(batch: Any, window: Window) -> int | None:
     """Tokens of the global batch, if a batch begins with sequences of integers."""
-    first = next(iter(_leaves(batch)), None)
+    first = next(iter(tensors_in(batch)), None)
     if first is None or first.dim() != 2 or first.is_floating_point() or first.dtype == torch.bool:
         return None
     return window.num_samples * first.shape[1]
