@@ -16,17 +16,11 @@ from lockstep.strategies.data.batch_slices import tensors_of
 from lockstep.strategies.dp.attributes import MISSING, Comparison, Copies, joined
 from lockstep.strategies.dp.large import Large, read_only
 from lockstep.strategies.modules.blocks import holds_states
-from lockstep.strategies.modules.parameter_hooks import copy_attributes
+from lockstep.strategies.modules.parameter_hooks import OF_MODULE, copy_attributes
 from lockstep.strategies.sync.contents import generators, sum_of_bits
 
 _LARGE: WeakKeyDictionary[nn.Module, dict[int, Large]] = WeakKeyDictionary()
 """By its model, what the last replica shares since it is large."""
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
 
 
 def replica(model: nn.Module, device: torch.device) -> nn.Module:
@@ -95,7 +89,7 @@ def own_state(name: str, module: nn.Module, copies: Copies) -> None:
         if _is_state(key):
             copies.place = f"{name}.{key}".lstrip(".")
             held[key] = copies.of(value)
-    for kind in _HOOKS:
+    for kind in OF_MODULE:
         hooks = getattr(module, kind, None)
         if hooks:
             held[kind] = type(hooks)((key, copies.of(hook)) for key, hook in hooks.items())
@@ -105,7 +99,7 @@ def check_hooks(model: nn.Module) -> None:
     """Raise ValueError for a hook that may keep what it sees outside of the replica that calls it."""
     known = {id(module) for module in model.modules()}
     for name, module in model.named_modules():
-        for kind in _HOOKS:
+        for kind in OF_MODULE:
             for hook in (getattr(module, kind, None) or {}).values():
                 owner = getattr(hook, "__self__", None)
                 if id(owner) in known or not _remembers(hook):

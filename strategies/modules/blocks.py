@@ -16,6 +16,8 @@ Rule: TypeAlias = "str | type[nn.Module] | Callable[[str, nn.Module], bool] | It
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 LISTS_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+OF_TORCH = frozenset(vars(nn.Module()))
+"""The attributes that torch gives every module."""
 _NOT_OF_USERS = ("torch", "lockstep", "torchmetrics", "builtins", "abc", "typing")
 
 

@@ -171,6 +171,8 @@ def copy_module(module: M, memo: dict[int, Any] | None = None) -> M:
 
 
 FORWARD = ("_forward_hooks", "_forward_pre_hooks")
+OF_MODULE = (*FORWARD, "_backward_hooks", "_backward_pre_hooks")
+"""Where torch keeps the hooks of a module, as `ATTRIBUTES` of a tensor."""
 
 
 def users_hooks(module: nn.Module, kind: str) -> list[tuple[int, Callable[..., Any]]]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.strategies.modules.blocks import is_metric
+from lockstep.strategies.modules.blocks import OF_TORCH, is_metric
 from lockstep.strategies.modules.model_changes import shortened
 
 
@@ -228,7 +228,7 @@ def _numbers_of(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
             continue
         if isinstance(value, Number):
             yield name, None, value
-        elif type(value) is dict and name not in _OF_TORCH:
+        elif type(value) is dict and name not in OF_TORCH:
             yield from ((name, key, item) for key, item in value.items() if isinstance(item, Number))
 
 
@@ -239,4 +239,3 @@ def differ(one: Any, other: Any) -> bool:
 
 _OF_ZERO = ("ds_", "applied_pre_backward")
 """How the names of counters begin by which ZeRO-3 runs its backward."""
-_OF_TORCH = frozenset(vars(nn.Module()))

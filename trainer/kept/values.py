@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.strategies.launch.program.values import put_attribute, slots
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.modules.blocks import is_of_user
+from lockstep.strategies.modules.blocks import OF_TORCH, is_of_user
 from lockstep.strategies.modules.parameter_hooks import is_of_engines
 from lockstep.strategies.sync.contents import (
     checksum,
@@ -38,7 +38,7 @@ _CONTAINERS = {list, tuple, set, frozenset, deque}
 _MAPPINGS = {dict, OrderedDict, defaultdict, Counter}
 _LEAD_BACK = frozenset({"_trainer", "_module", "_toggled", "trainer"})
 _CACHES = "_non_persistent_buffers_set"
-_OF_MODULES = (frozenset(vars(nn.Module())) - {"training"}) | _LEAD_BACK
+_OF_MODULES = (OF_TORCH - {"training"}) | _LEAD_BACK
 
 
 def attributes(owner: Any) -> dict[str, Any]:

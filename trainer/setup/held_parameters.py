@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.strategies.launch.program.functions import codes_of, variables_of
+from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES
 from lockstep.trainer.kept.values import dict_of, fields, slots
 from lockstep.trainer.metrics.groups import fix_groups
-from lockstep.trainer.shares.user_state import OF_TENSOR, is_theirs, is_users_class
+from lockstep.trainer.shares.user_state import is_theirs, is_users_class
 
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
@@ -102,7 +103,7 @@ class _Search:
                 if buffer is not None:
                     self._view(buffer, f"{prefix}.{name}".lstrip("."))
         for name, parameter in self._model.named_parameters():
-            for kind in OF_TENSOR:
+            for kind in ATTRIBUTES:
                 self._visit(getattr(parameter, kind, None), f"a hook of {name}", None)
         for owner in (*run.callbacks, run.datamodule):
             if owner is not None:

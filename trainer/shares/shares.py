@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.blocks import OF_TORCH
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.side_effect_free import PlainAttributes, PlainValues, differ
 from lockstep.trainer.checkpoint.rank_state import on_device_of, torchmetrics_of
@@ -367,7 +368,7 @@ def _values(modules: list[nn.Module]) -> Values:
                 found[module, key] = value
             elif isinstance(value, Tensor):
                 found[module, key] = (value, value._version)
-            elif type(value) is dict and value and key not in _OF_TORCH:
+            elif type(value) is dict and value and key not in OF_TORCH:
                 for name, item in value.items():
                     if isinstance(item, (int, float, complex)):
                         found[module, f"{key}[{name!r}]"] = item
@@ -380,5 +381,4 @@ def _differ(one: Any, other: Any) -> bool:
     return differ(one, other)
 
 
-_OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters and buffers are compared by themselves."""

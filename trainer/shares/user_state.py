@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from lockstep.strategies.launch.program.functions import codes_of, variables_of
 from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.blocks import OF_TORCH
+from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES, OF_MODULE
 from lockstep.strategies.modules.side_effect_free import PlainValues, differ
 from lockstep.strategies.sync.contents import checksum, generator_state
 from lockstep.trainer.kept.values import fields
@@ -46,10 +48,8 @@ _OF_CLASSES = (int, float, Tensor, np.ndarray, list, dict, set, deque)
 """What is read of a class, which all its objects have in common."""
 _OTHERS = ("torch", "lockstep", "torchmetrics", "numpy", "builtins", "logging", "threading", "concurrent", "tqdm")
 """Packages of whose objects nothing is read."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-OF_TENSOR = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_NOT_THEIRS = (frozenset(vars(nn.Module())) - {"training"}) | {"trainer", "_trainer", "_module", "_toggled"}
+_NOT_THEIRS = (OF_TORCH - {"training"}) | {"trainer", "_trainer", "_module", "_toggled"}
 """Attributes that every module or callback has: parameters and buffers are compared by themselves."""
 _OF_HANDLES = frozenset({"_run", "optimizer", "hooks"})
 """Those of the Trainer and of optimizers as user code sees them."""
@@ -238,7 +238,7 @@ def _found(run: RunState, model: ModelParts) -> _Found:
     """Marks of all that user code remembers outside of parameters, buffers and optimizer state."""
     search = _Search([*model.known, *run.streams.values()])
     for name, part in model.parts:
-        for hooks in _HOOKS:
+        for hooks in OF_MODULE:
             if held := getattr(part, hooks, None):
                 search.hooks(held, name or type(part).__name__)
     for prefix, part in model.users:
@@ -249,7 +249,7 @@ def _found(run: RunState, model: ModelParts) -> _Found:
             numbers = [key for key, value in vars(callback).items() if isinstance(value, (int, float, type(None)))]
             search.owners |= {prefix + key: (callback, key) for key in numbers}
     for name, parameter in model.parameters:
-        for hooks in OF_TENSOR:
+        for hooks in ATTRIBUTES:
             if held := getattr(parameter, hooks, None):
                 search.hooks(held, name)
     for owner in (run.trainer, *run.user_optimizers):

@@ -11,12 +11,11 @@ from torch import nn
 
 from lockstep.strategies.mesh.tensor_plan.linear import is_linear
 from lockstep.strategies.mesh.tensor_plan.plan import Plan
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from lockstep.strategies.modules.parameter_hooks import OF_MODULE
 
 
 def has_hooks(module: nn.Module) -> bool:
-    return any(getattr(module, kind) for kind in HOOKS)
+    return any(getattr(module, kind) for kind in OF_MODULE)
 
 
 def inside(module: nn.Module) -> Iterator[nn.Module]:
@@ -43,14 +42,14 @@ def is_computed(layer: nn.Module) -> bool:
 
 def refused_hooks(style: Any) -> tuple[str, ...]:
     """The kinds of hooks that would see shards at a layer of this style."""
-    return HOOKS[1:] if style in ("row", "gather", "scatter", "embedding") else HOOKS
+    return OF_MODULE[1:] if style in ("row", "gather", "scatter", "embedding") else OF_MODULE
 
 
 def refuse_altered(model: nn.Module, plan: Plan, blocks: Iterable[str]) -> None:
     """Raise ValueError for layers of the plan that hooks would see in shards, or whose weight is computed."""
     for name, style in plan.styles.items():
         layer = model.get_submodule(name)
-        hooked = any(getattr(layer, kind) for kind in (HOOKS if blocks else refused_hooks(style)))
+        hooked = any(getattr(layer, kind) for kind in (OF_MODULE if blocks else refused_hooks(style)))
         if hooked or (is_linear(layer) and is_computed(layer)):
             what = "a weight that something computes" if is_computed(layer) else "hooks"
             raise ValueError(f"the plan of strategy tensor shards {name}, but it has {what}; leave it out of the plan")
@@ -76,7 +75,7 @@ def watch_hooks(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, str, Any]
         module = model.get_submodule(name)
         if module in plan.traced:
             continue
-        for kind in HOOKS if plan.sequence is not None else refused_hooks(plan.styles.get(name)):
+        for kind in OF_MODULE if plan.sequence is not None else refused_hooks(plan.styles.get(name)):
             held = getattr(module, kind)
             before.append((module, kind, held))
             setattr(module, kind, _RefusesMore(held, name))

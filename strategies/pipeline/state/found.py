@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.modules.blocks import measures
+from lockstep.strategies.modules.blocks import OF_TORCH, measures
 from lockstep.strategies.modules.side_effect_free import PlainValues, differ
-from lockstep.strategies.pipeline.state.snapshot import OF_TORCH
 
 _KINDS = frozenset((type(None), bool, int, float, complex, str))
 _NO_STATE = OF_TORCH - {"training"}

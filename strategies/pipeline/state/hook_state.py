@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from lockstep.strategies.launch.program.functions import variables_of
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.modules.parameter_hooks import FORWARD, users_hooks
+from lockstep.strategies.modules.parameter_hooks import OF_MODULE, users_hooks
 from lockstep.strategies.pipeline.shapes.fake_tensors import is_plain_object
 
-_KINDS = (*FORWARD, "_backward_hooks", "_backward_pre_hooks")
 _MOST = 1000
 """Items of a list or dict that are read."""
 
@@ -39,7 +38,7 @@ def hook_holders(modules: list[nn.Module], known: list[Enclosed]) -> list[nn.Mod
     by_hook = {id(each.hook): each for each in known}
     found: list[nn.Module | Enclosed] = []
     for module in modules:
-        hooks = [hook for kind in _KINDS if getattr(module, kind) for _, hook in users_hooks(module, kind)]
+        hooks = [hook for kind in OF_MODULE if getattr(module, kind) for _, hook in users_hooks(module, kind)]
         if hooks:
             found += [module, *(by_hook.get(id(hook)) or Enclosed(hook) for hook in hooks)]
     return found

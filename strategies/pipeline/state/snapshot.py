@@ -23,11 +23,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.strategies.launch.program.changes import is_own_class
 from lockstep.strategies.launch.program.values import slots
 from lockstep.strategies.modules.absent import Refusing, is_here
-from lockstep.strategies.modules.blocks import measures
+from lockstep.strategies.modules.blocks import OF_TORCH, measures
 from lockstep.strategies.pipeline.state.step_code import enclosed_by, globals_of, is_own_function
 from lockstep.strategies.sync.contents import checksum, generator_content, generator_of, generators, sum_of_bits
 
-OF_TORCH = frozenset(vars(nn.Module()))
 PLAIN = (type(None), int, float, complex, str, np.number)
 """Values that are followed from one run of a step to the next, where attributes or dicts in attributes hold them."""
 _SIMPLE = (*PLAIN, bytes, Enum, PurePath, np.generic, torch.dtype, torch.device, range, slice)
