@@ -337,3 +337,12 @@ def changed_within_window(names: Sequence[str], strategy: str) -> RuntimeError:
 def shortened(names: Sequence[str], most: int = 10) -> str:
     """The first names of a list, and how many there are besides."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def refuse_sync_batch_norm(model: nn.Module, why: str) -> None:
+    """Raise ValueError for a SyncBatchNorm layer under a strategy that runs parts of a step by themselves."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ValueError(
+                f"{name} is a SyncBatchNorm, whose statistics are those of all ranks, and {why}; use BatchNorm"
+            )

@@ -31,6 +31,7 @@ from lockstep.strategies.modules.model_changes import (
     gradient_marks,
     own_backward,
     partial_gradient,
+    refuse_sync_batch_norm,
     remarked,
     shortened,
 )
@@ -90,12 +91,7 @@ class VirtualStep(ShareHooks[W], SPMDStrategy[W]):
         return self.topology
 
     def check(self, model: nn.Module) -> None:
-        for name, module in model.named_modules():
-            if isinstance(module, nn.SyncBatchNorm):
-                raise ValueError(
-                    f"{name} is a SyncBatchNorm, whose statistics are those of all ranks, and {self.argument} compute "
-                    "each share by itself; use BatchNorm"
-                )
+        refuse_sync_batch_norm(model, f"{self.argument} compute each share by itself")
         super().check(model)
 
     def teardown(self) -> None:

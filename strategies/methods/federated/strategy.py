@@ -32,6 +32,7 @@ from lockstep.strategies.methods.federated.server import parse as parse_server
 from lockstep.strategies.methods.kept import Kept
 from lockstep.strategies.methods.options import made_by
 from lockstep.strategies.modules.blocks import Rule
+from lockstep.strategies.modules.model_changes import refuse_sync_batch_norm
 from lockstep.strategies.optimizers import modes
 from lockstep.strategies.optimizers.closures import needs_closure
 from lockstep.strategies.sync.buffers import share_model
@@ -124,12 +125,7 @@ class Federated(ClientSteps):
             self._threads = None
 
     def check(self, model: nn.Module) -> None:
-        for name, module in model.named_modules():
-            if isinstance(module, nn.SyncBatchNorm):
-                raise ValueError(
-                    f"{name} is a SyncBatchNorm, whose statistics are those of all ranks, and clients train apart; use "
-                    "BatchNorm"
-                )
+        refuse_sync_batch_norm(model, "clients train apart")
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_complex():
                 raise ValueError(f"Federated averages real numbers, but {name} is {tensor.dtype}; hold it as two")
