@@ -25,11 +25,16 @@ from lockstep.strategies.methods.outer import Counterparts
 from lockstep.strategies.methods.rounds import REFUSES, LearnerRounds
 from lockstep.strategies.sync.collectives import own_group, sum_gradients
 from lockstep.strategies.sync.step_agreement import StepAgreement
+from lockstep.strategies.virtual.step import alone
 
 if TYPE_CHECKING:
     from lockstep.strategies.mesh.mesh_model import MeshModel
     from lockstep.strategies.methods.local_updates import LocalUpdates
 
+_OVER_ALL = (
+    "training_step called a collective of torch.distributed over all ranks, but the learners of local updates meet at "
+    "the end of a round only; call it at the end of an epoch, or give it a group of its own"
+)
 _WHOLE = "the mean of sharded learners is sharded; use one that is elementwise, or learners of one rank each"
 
 
@@ -153,7 +158,7 @@ class Islands(LearnerRounds["MeshModel"], ShardedStrategy):
 
     def run_step(self, wrapped: MeshModel, step_fn: StepFn) -> StepFn:
         run = super().run_step(wrapped, step_fn)
-        return run if self._held is None or self._number == 1 else _within(run, self._held)
+        return run if self._held is None or self._number == 1 else alone(run, self._held, _OVER_ALL)
 
     def finish_gradients(self, wrapped: MeshModel) -> None:
         if self._turn is not None:
@@ -165,19 +170,3 @@ class Islands(LearnerRounds["MeshModel"], ShardedStrategy):
         finally:
             self._agreement = of_all
         sum_gradients([p for p in self._watched if p.requires_grad], [self._across])
-
-
-def _within(step_fn: StepFn, of_all: StepAgreement) -> StepFn:
-    """A step that raises RuntimeError if user code within it calls a collective over all ranks."""
-
-    def run(batch: Any, batch_idx: int) -> Any:
-        before = of_all.num_calls()
-        output = step_fn(batch, batch_idx)
-        if of_all.num_calls() != before:
-            raise RuntimeError(
-                "training_step called a collective of torch.distributed over all ranks, but the learners of local "
-                "updates meet at the end of a round only; call it at the end of an epoch, or give it a group of its own"
-            )
-        return output
-
-    return run

@@ -24,7 +24,7 @@ from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_buffers, share_model
 from lockstep.strategies.sync.collectives import sum_gradients
 from lockstep.strategies.sync.tree import all_reduce
-from lockstep.strategies.virtual.step import VirtualStep, alone
+from lockstep.strategies.virtual.step import VirtualStep
 
 
 class LocalUpdates(LearnerRounds, VirtualStep):
@@ -116,7 +116,7 @@ class LocalUpdates(LearnerRounds, VirtualStep):
         return result
 
     def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
-        return alone(step_fn, self._held or self._agreement, self.virtual_ranks, self.argument)
+        return self._alone(step_fn, self._held or self._agreement)
 
     def run_padding(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
         return no_output

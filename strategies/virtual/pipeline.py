@@ -27,7 +27,7 @@ from lockstep.strategies.sync.collectives import sum_gradients
 from lockstep.strategies.sync.tree import PartialSums, add_gradients, all_reduce
 from lockstep.strategies.virtual.replicas import VirtualReplicas
 from lockstep.strategies.virtual.stage_links import StageLinks
-from lockstep.strategies.virtual.step import VirtualStep, add_numbers, alone, refuse_parts, vote_of
+from lockstep.strategies.virtual.step import VirtualStep, add_numbers, refuse_parts, vote_of
 from lockstep.strategies.virtual.streams import Streams
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class VirtualPipeline(StagedStrategy, VirtualStep[Staged]):
         with self._in_shares(wrapped, hooks):
             shares = ShareWindow(
                 wrapped,
-                alone(step_fn, self._agreement, self.virtual_ranks),
+                self._alone(step_fn, self._agreement),
                 window,
                 hooks,
                 self._watched,

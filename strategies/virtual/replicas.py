@@ -15,7 +15,7 @@ from lockstep.strategies.sync.collectives import sum_gradients
 from lockstep.strategies.sync.compression.compression import Layout
 from lockstep.strategies.sync.compression.compressor import Compressor
 from lockstep.strategies.sync.tree import PartialSums, add_gradients, all_reduce
-from lockstep.strategies.virtual.step import VirtualStep, alone
+from lockstep.strategies.virtual.step import VirtualStep
 
 
 class VirtualReplicas(VirtualStep):
@@ -66,7 +66,7 @@ class VirtualReplicas(VirtualStep):
         return result
 
     def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
-        return alone(step_fn, self._agreement, self.virtual_ranks)
+        return self._alone(step_fn, self._agreement)
 
     def run_padding(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:
         return no_output  # nothing within a share waits for other ranks

@@ -220,6 +220,15 @@ class VirtualStep(ShareHooks[W], SPMDStrategy[W]):
             "hook such as on_before_zero_grad"
         )
 
+    def _alone(self, step_fn: StepFn, agreement: StepAgreement | None) -> StepFn:
+        return alone(
+            step_fn,
+            agreement,
+            "training_step called a collective of torch.distributed, whose result depends on the number of ranks, "
+            f"within a share of {self.argument}={self.virtual_ranks}; call it in a hook, or train without "
+            f"{self.argument}",
+        )
+
     def _within_share(self, what: str) -> RuntimeError:
         return RuntimeError(
             f"{what} was called within a share of {self.argument}={self.virtual_ranks}, where its result would depend "
@@ -252,21 +261,17 @@ def add_numbers(one: tuple[float, float], other: tuple[float, float]) -> tuple[f
     return one[0] + other[0], one[1] + other[1]
 
 
-def alone(step_fn: StepFn, agreement: StepAgreement | None, shares: int, argument: str = "virtual_ranks") -> StepFn:
+def alone(step_fn: StepFn, agreement: StepAgreement | None, refusal: str) -> StepFn:
     """A step that raises RuntimeError if user code within it calls a collective of torch.distributed."""
     if agreement is None:
         return step_fn
 
     def run(batch: Any, batch_idx: int) -> Any:
         before = agreement.num_calls()
-        try:
-            return step_fn(batch, batch_idx)
-        finally:
-            if agreement.num_calls() != before:
-                raise RuntimeError(
-                    "training_step called a collective of torch.distributed, whose result depends on the number of "
-                    f"ranks, within a share of {argument}={shares}; call it in a hook, or train without {argument}"
-                )
+        output = step_fn(batch, batch_idx)
+        if agreement.num_calls() != before:
+            raise RuntimeError(refusal)
+        return output
 
     return run
 
