@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +101,17 @@ class OwnBackward(NamedTuple):
     step."""
 
 
+@contextmanager
+def replaced_backward(call: Callable[..., None]) -> Iterator[None]:
+    """While it lasts, `call` is in the place of torch.autograd.backward, which Tensor.backward calls."""
+    backward = torch.autograd.backward
+    vars(torch.autograd)["backward"] = call
+    try:
+        yield
+    finally:
+        vars(torch.autograd)["backward"] = backward
+
+
 def run_own(own: OwnBackward, loss: Weighted, more: bool, scaler: Any = None) -> None:
     """Let it run backward. What it does so from counts with the weight of the loss: a term that it adds is part of the
     mean too. `more`: another loss of the step needs the graph.
@@ -149,11 +160,8 @@ def run_own(own: OwnBackward, loss: Weighted, more: bool, scaler: Any = None) ->
             is_running = False
         before = _marks(own)
 
-    vars(torch.autograd)["backward"] = weighted  # which Tensor.backward calls
-    try:
+    with replaced_backward(weighted):
         own.call(returned)
-    finally:
-        vars(torch.autograd)["backward"] = backward
     if not times:
         raise RuntimeError(
             "the module's backward has never run backward, by which the strategy weighs what it adds to gradients; "
@@ -208,18 +216,14 @@ def reached_by(call: Callable[[Tensor], Any] | None, output: Any, model: nn.Modu
     if call is None or value is None:
         return value
     own = OwnBackward(call, True, model.named_parameters)
-    backward, before, roots = torch.autograd.backward, _marks(own), [value]
+    before, roots = _marks(own), [value]
 
     def begin(tensors: Any, *_: Any, **__: Any) -> None:
         roots[:] = [tensors] if isinstance(tensors, Tensor) else [*tensors]
         raise _Reached
 
-    vars(torch.autograd)["backward"] = begin
-    try:
-        with suppress(_Reached):
-            own.call(value)
-    finally:
-        vars(torch.autograd)["backward"] = backward
+    with replaced_backward(begin), suppress(_Reached):
+        own.call(value)
     _refuse_changed(own, before)
     return torch.stack([root.sum() for root in roots]).sum()
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import StepHooks, W
 from lockstep.strategies.data.sharded_loader import MicroBatch
 from lockstep.strategies.hooks import SPMDHooks
-from lockstep.strategies.losses import OwnBackward, StandIn
+from lockstep.strategies.losses import OwnBackward, StandIn, replaced_backward
 from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.casts import take_casts
 from lockstep.strategies.modules.model_changes import ModelChanges, late_hooks, replaced, shortened, written_gradient
@@ -178,11 +178,8 @@ class ManualOptimization(UserChanges[W]):
                 raise self._own_backward()
             self._by_hand += [p for p, one, other in zip(self._watched, before, after, strict=False) if one != other]
 
-        vars(torch.autograd)["backward"] = watched
-        try:
+        with replaced_backward(watched):
             yield
-        finally:
-            vars(torch.autograd)["backward"] = backward
 
     def _marks(self) -> list[int | None]:
         """What a backward changes: of the gradients of the model's parameters, and of those that it has whole."""
