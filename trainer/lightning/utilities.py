@@ -7,7 +7,6 @@ import csv
 import functools
 import logging
 import os
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -117,12 +116,11 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
     """Restore the state of all random streams afterwards."""
-    before, python = rng_state(), random.getstate()
+    before = rng_state()
     try:
         yield
     finally:
         set_rng_state(before)
-        random.setstate(python)
 
 
 UNKNOWN_SIZE = "?"
