@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lockstep import Module, Trainer
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class BaseFinetuning(Callback):
@@ -35,7 +35,7 @@ class BaseFinetuning(Callback):
     def freeze(modules: nn.Module | Iterable[nn.Module], train_bn: bool = True) -> None:
         """Freeze all parameters of `modules`, but for those of BatchNorm layers with `train_bn`."""
         for layer in _leaves(modules):
-            trains = train_bn and isinstance(layer, _BATCH_NORMS)
+            trains = train_bn and isinstance(layer, BATCH_NORMS)
             for parameter in layer.parameters(recurse=False):
                 parameter.requires_grad_(trains)
 
@@ -185,7 +185,7 @@ class BackboneFinetuning(BaseFinetuning):
 def warn_of_held(layers: Iterable[nn.Module], optimizer: Optimizer) -> None:
     """Warn if `optimizer` holds frozen parameters of `layers` already, but for those of BatchNorm layers."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    own = (p for layer in layers if not isinstance(layer, _BATCH_NORMS) for p in layer.parameters(recurse=False))
+    own = (p for layer in layers if not isinstance(layer, BATCH_NORMS) for p in layer.parameters(recurse=False))
     count = sum(id(parameter) in held and not parameter.requires_grad for parameter in own)
     if count and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         warnings.warn(

@@ -139,7 +139,7 @@ class DeepSpeed(SPMDStrategy[ZeroStep]):
 
     def teardown_module(self, wrapped: ZeroStep) -> None:
         if wrapped.engine is not None:
-            keeps = self.topology.rank == 0 or not environment.started_by_lockstep()  # the others end with the run
+            keeps = environment.outlives_run(self.topology.rank)
             wrapped.release(keeps)
         super().teardown_module(wrapped)
 

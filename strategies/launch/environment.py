@@ -94,6 +94,11 @@ def started_by_lockstep() -> bool:
     return world is not None and world.launcher == "lockstep"
 
 
+def outlives_run(rank: int) -> bool:
+    """Whether the process of this rank continues after the run, with what the run has made of the model."""
+    return rank == 0 or not started_by_lockstep()
+
+
 def forces_mesh(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether LOCKSTEP_FORCE_MESH asks for a mesh of one rank. Raises ValueError for another value."""
     return _flag("LOCKSTEP_FORCE_MESH", environ)

@@ -167,7 +167,7 @@ class ShardedStrategy(ShardedOptimizers):
 
     def teardown_module(self, wrapped: MeshModel) -> None:
         wrapped.close()
-        keeps = self.topology.rank == 0 or not environment.started_by_lockstep()  # the others end with the run
+        keeps = environment.outlives_run(self.topology.rank)
         named = self.unwrap(wrapped).named_parameters()
         held = {name: piece for name, p in named if (piece := self.local_shard(p)) is not None}
         whole = gather_whole(self, State(held), keep=keeps)

@@ -29,7 +29,7 @@ def find_blocks(model: nn.Module, rule: Rule) -> dict[str, nn.Module]:
     takes none. A submodule whose parameters others share is skipped, as its block could not move alone.
     Raises ValueError for a class or name that matches nothing.
     """
-    ties = [[_way(model, name) for name in many] for many in _several_names(model)]
+    ties = [[_way(model, name) for name in many] for many in several_names(model)]
     return {
         name: block
         for name, block in match(model, rule, "wrap").items()
@@ -67,14 +67,14 @@ def match(model: nn.Module, rule: Rule, option: str) -> dict[str, nn.Module]:
 def shared(model: nn.Module) -> dict[tuple[str, ...], list[tuple[nn.Module, str]]]:
     """The names of each parameter that has several, with the modules that hold it and what it is called there."""
     places = {}
-    for many in _several_names(model):
+    for many in several_names(model):
         where = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in many]
         if len({id(module) for module, _ in where}) > 1:
             places[many] = where
     return places
 
 
-def _several_names(model: nn.Module) -> list[tuple[str, ...]]:
+def several_names(model: nn.Module) -> list[tuple[str, ...]]:
     """The names of each parameter that has several: it is an attribute of two modules, or its module is."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -156,7 +156,7 @@ class StagedStrategy(SPMDStrategy[Staged]):
         return staged
 
     def teardown_module(self, wrapped: Staged) -> None:
-        keeps = self.topology.rank == 0 or not environment.started_by_lockstep()  # else this process ends with the run
+        keeps = environment.outlives_run(self.topology.rank)
         tensors = gather_whole(self, self.state_dict(wrapped, {}), keep=keeps).tensors
         own = wrapped.tensors.changed_caches() if self.topology.data_rank == 0 else {}
         caches = gather_whole(self, State({n: TensorShard.whole(c) for n, c in own.items()}), keep=keeps).tensors

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lockstep.strategies.modules.blocks import several_names
 from lockstep.trainer.lightning.utilities import rank_zero_warn
 from lockstep.trainer.tuner import is_out_of_memory
 
@@ -75,10 +76,7 @@ def garbage_collection_cuda() -> None:
 
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:
     """The names of each parameter that has several."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [found for found in names.values() if len(found) > 1]
+    return [[*names] for names in several_names(module)]
 
 
 def set_shared_parameters(module: nn.Module, shared_params: Iterable[Sequence[str]]) -> nn.Module:

@@ -10,13 +10,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lockstep import callbacks
-from lockstep.callbacks.training.finetuning import warn_of_held
+from lockstep.callbacks.training.finetuning import BATCH_NORMS, warn_of_held
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
     from lockstep.trainer.trainer import Trainer
 
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 Modules = nn.Module | Iterable[Any]
 
 
@@ -39,7 +38,7 @@ class BaseFinetuning(callbacks.BaseFinetuning):
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[Parameter]:
         """The parameters that are trained or not, as asked; without BatchNorm's with `train_bn` False."""
         for layer in BaseFinetuning.flatten_modules(modules):
-            if train_bn or not isinstance(layer, _NORMS):
+            if train_bn or not isinstance(layer, BATCH_NORMS):
                 yield from (p for p in layer.parameters(recurse=False) if p.requires_grad == requires_grad)
 
     @staticmethod
@@ -57,7 +56,7 @@ class BaseFinetuning(callbacks.BaseFinetuning):
     def freeze(modules: Modules, train_bn: bool = True) -> None:
         """Freeze all parameters, but for those of BatchNorm layers with `train_bn`."""
         for layer in BaseFinetuning.flatten_modules(modules):
-            _set(layer, train_bn and isinstance(layer, _NORMS))
+            _set(layer, train_bn and isinstance(layer, BATCH_NORMS))
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
@@ -139,7 +138,7 @@ class BackboneFinetuning(callbacks.BackboneFinetuning, BaseFinetuning):
 
 
 def _set(layer: nn.Module, trains: bool) -> None:
-    if isinstance(layer, _NORMS):
+    if isinstance(layer, BATCH_NORMS):
         layer.track_running_stats = trains
     for parameter in layer.parameters(recurse=False):
         parameter.requires_grad = trains

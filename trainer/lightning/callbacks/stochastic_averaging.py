@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import SWALR
 
 from lockstep.callbacks._support.parameter_state import ParameterState
+from lockstep.callbacks.training.finetuning import BATCH_NORMS
 from lockstep.callbacks.training.weight_averaging import Averages
 from lockstep.trainer.lightning.callbacks.adapters import WeightAveraging
 from lockstep.trainer.lightning.utilities import MisconfigurationException, rank_zero_warn
@@ -21,8 +22,6 @@ from lockstep.trainer.setup.optimizers import SchedulerConfig
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
     from lockstep.trainer.trainer import Trainer
-
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class StochasticWeightAveraging(WeightAveraging):
@@ -86,7 +85,7 @@ class StochasticWeightAveraging(WeightAveraging):
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
         if stage == "fit" and any(
-            isinstance(layer, _NORMS) and layer.running_mean is not None for layer in module.modules()
+            isinstance(layer, BATCH_NORMS) and layer.running_mean is not None for layer in module.modules()
         ):
             raise ValueError(
                 f"{type(module).__name__} has layers of BatchNorm, and StochasticWeightAveraging has no statistics "
