@@ -122,6 +122,8 @@ class SPMDHooks(Strategy[W]):
         run, model = self.run_step(wrapped, step_fn), self.unwrap(wrapped)
 
         def without_weight(batch: Any, batch_idx: int) -> Any:
+            if batch is None:  # no rank has one
+                return None
             with side_effect_free(model), self._step_hooks.log_scope(0):
                 before = numbers(model)
                 output = run(batch, batch_idx)

@@ -335,6 +335,7 @@ class SPMDStrategy(SPMDStep[W]):
             sum_over_ranks=lambda n: (
                 int(self.all_reduce(torch.tensor(n))) * self.topology.data_size // self.topology.world_size
             ),
+            first_of_ranks=collectives.first_held if self._in_group else None,
         )
 
     # ---- 4. checkpointing ------------------------------------------------------------------------------

@@ -145,7 +145,8 @@ class SPMDStep(ManualOptimization[W]):
                 self.set_gradient_sync(wrapped, i == last)
             uncounted = nullcontext() if micro_batch.num_samples else metrics_uncounted(self.unwrap(wrapped))
             with self.precision.autocast(self.topology.device, steps=True), self._watching_backward(), uncounted:
-                output = step_fn(micro_batch.batch, micro_batch.batch_idx)
+                nothing = micro_batch.batch is None and not micro_batch.num_samples  # on all ranks
+                output = None if nothing else step_fn(micro_batch.batch, micro_batch.batch_idx)
             micro_batch.output = detach(output)
             samples += micro_batch.num_samples
             if i == last:

@@ -15,7 +15,7 @@ import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate, get_worker_info
 
-from lockstep.strategies.data.batch_rows import guess_batch_size
+from lockstep.strategies.data.batch_rows import count_samples, guess_batch_size
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.randomness import Draws, Randomness, announce, drawn_from, seed_all
 from lockstep.strategies.data.source import Share
@@ -165,6 +165,12 @@ class Items:
         self._alone = bool(getattr(dataset, "shards_itself", False)) and collate_fn is not None
         self._own, self._size = ((0,), 1) if self._alone else (share.own, share.size)
         self._unit = (batch_size or 1) * self._size
+        filters = batch_size is not None and collate_fn not in (None, default_collate)
+        self._may_lack = filters and not self._alone and not share.virtual
+        """Whether no batch so far had a sample that the user's function has left in it, of those that other ranks see
+        too."""
+        self._read_last: list[Any] = []
+        """The items of all ranks in a micro-batch, as long as `_may_lack`."""
         self._run = -1
         self._resume: Mapping[str, Any] | None = None
         self._began: Any = None
@@ -201,7 +207,11 @@ class Items:
             if get_worker_info() is not None:
                 seed_all(mix(self._share.seed, epoch, self.micro_batches, *self._place))
             ((mine, num_samples),) = parts
-            return [(self._collated(mine), num_samples, all_samples)]
+            batch = self._collated(mine)
+            if self._may_lack and count_samples(batch, len(mine)) == 0:
+                batch, num_samples = self._of_others(), 0
+            self._may_lack = self._may_lack and batch is None
+            return [(batch, num_samples, all_samples)]
         batches = []
         for own, (mine, num_samples) in zip(self._own, parts, strict=True):
             with kept_streams():
@@ -209,6 +219,13 @@ class Items:
                 batch = self._collated(mine)
             batches.append((batch, num_samples, all_samples if own == self._own[-1] else 0))
         return batches
+
+    def _of_others(self) -> Any:
+        """What the first rank that has samples of a micro-batch gets of it; None if no rank has any."""
+        size, items = self._unit // self._size, self._read_last
+        with kept_streams():
+            batches = (self._collated(items[begin : begin + size]) for begin in range(0, len(items), size))
+            return next((batch for batch in batches if count_samples(batch, size) != 0), None)
 
     def _collated(self, mine: list[Any]) -> Any:
         batch = mine if self._batch_size is not None else mine[0]
@@ -300,8 +317,11 @@ class Items:
         samples = dict.fromkeys(self._own, 0)
         padding = None
         items = all_samples = 0
+        self._read_last = []
         with self._iterating():
             for item in islice(Once(self._items), self._unit):
+                if self._may_lack:
+                    self._read_last.append(item)
                 weight = self._weight(item)
                 if items == 0:
                     padding = item

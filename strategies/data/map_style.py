@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.strategies.data.batch_rows import count_samples, guess_batch_size
 from lockstep.strategies.data.fetchers import Samples
-from lockstep.strategies.data.order import READ_AHEAD, SampleOrder
+from lockstep.strategies.data.order import SampleOrder
 from lockstep.strategies.data.randomness import Randomness
 from lockstep.strategies.data.source import (
     Piece,
@@ -140,7 +140,7 @@ class Indexed(Source):
         order = self.sample_order
         with order.apart():  # other ranks may not need to
             batches = order.replay(0) if self._batches else order.units(0, 0, 1)
-            for indices in islice(batches, READ_AHEAD):
+            for indices in batches:
                 with Randomness(0):  # what the dataset draws here is nobody's
                     task = next(self._indices(0, iter([(indices, 0, len(indices), len(indices), 0)])))
                     batch = self._fetcher[0, 0, task[0]]

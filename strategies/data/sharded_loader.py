@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from lockstep.strategies.data.batch_rows import count_samples
 from lockstep.strategies.data.open_loader import source_of
 from lockstep.strategies.data.sample_axis import Shown
 from lockstep.strategies.data.source import Order, Share
@@ -23,7 +24,7 @@ class MicroBatch:
     """What one rank feeds one forward with."""
 
     batch: Any
-    """What the loader's collate function made."""
+    """What the loader's collate function made; of padding None if no rank has had a sample yet."""
     num_samples: int
     """Samples in this rank's batch, which a collate function may have skipped some of; 0 marks padding: a batch to
     run with zero weight where ranks must keep step."""
@@ -87,7 +88,8 @@ class ShardedLoader:
     `rank` of `size` counts the ranks that see different samples. With `virtual`, `size` is the number of virtual ranks,
     and this rank reads the parts of those of `virtual`; what a dataset draws is then a function of a sample's place
     without workers too. `groups` of ranks share a micro-batch first. `sum_over_ranks` is a collective that
-    sums an int over them; it is called once a window where a rank cannot know the others' samples.
+    sums an int over them; it is called once a window where a rank cannot know the others' samples. `first_of_ranks`
+    gives the first value of theirs that is not None, for a rank that has no batch to pad with.
 
     Raises ValueError if the loader is empty or cannot be split as asked, TypeError for an object that is not a loader.
     """
@@ -103,6 +105,7 @@ class ShardedLoader:
         accumulate: int = 1,
         split: bool = False,
         sum_over_ranks: Callable[[int], int] | None = None,
+        first_of_ranks: Callable[[Any], Any] | None = None,
         virtual: Sequence[int] = (),
         groups: int = 1,
     ) -> None:
@@ -115,9 +118,9 @@ class ShardedLoader:
         self._shuffle = shuffle
         share = Share(rank, size, seed, _positive(accumulate), split, virtual=tuple(virtual), groups=groups)
         self._source = source_of(loader, share, shuffle)
-        self._sum = sum_over_ranks
+        self._sum, self._first = sum_over_ranks, first_of_ranks
         self._last: Any = None
-        """The last batch with a sample: padding where all samples of a later one are skipped."""
+        """The last batch with a sample, of another rank if this one had none: padding where there is no other."""
         if size > 1 and sum_over_ranks is None and self._source.counts_own:
             raise ValueError(
                 f"{type(loader).__name__} gives a rank only its own samples, so sum_over_ranks is required if size is "
@@ -334,15 +337,18 @@ class ShardedLoader:
         return Window(ordered, num_samples, len(virtual), num_batches)
 
     def _micro_batch(self, batch: Any, asked: int) -> MicroBatch:
-        """`batch`, made of the `asked` samples that this rank was to get, with the number that is in it."""
-        if not asked or not self._source.may_filter:
+        """`batch`, made of the `asked` samples that this rank was to get, with the number that is in it; padding, for
+        which one sample was collated, if it was to get none."""
+        if not self._source.may_filter:
             return MicroBatch(batch, asked)
-        found = self._source.samples_in(batch, asked)
-        if found:
+        found = self._source.samples_in(batch, asked) if asked else count_samples(batch, 1)
+        if found == 0:
+            self._last = batch = self._source.stand_in() if self._last is None else self._last
+        elif asked or self._last is None:
             self._last = batch
-        elif found == 0:
-            batch = self._source.stand_in() if self._last is None else self._last
-        return MicroBatch(batch, asked if found is None else found, is_ambiguous=found is None)
+        return MicroBatch(
+            batch, asked if found is None else min(found, asked), is_ambiguous=asked > 0 and found is None
+        )
 
     def _over_ranks(self, total: int) -> int:
         return (
@@ -355,13 +361,14 @@ class ShardedLoader:
         """Windows of a dataset that shards itself: no rank knows when the others end."""
         seen, done = self._source.resumed(epoch, start)
         pieces = self._source.pieces(epoch, start, None)
-        padding, empty = None, start == 0 and limit != 0
+        empty = start == 0 and limit != 0
         while limit is None or done < limit:
             want = self._source.window_parts if limit is None else min(self._source.window_parts, limit - done)
             read = [(batch, num_samples) for batch, num_samples, _, _ in islice(pieces, want)]
             mine = [self._micro_batch(*item) for item in read]
-            # One sum carries both the samples and how many ranks ran short.
-            shared = self._over_ranks(sum(asked for _, asked in read) + ((len(mine) < want) << 32))
+            lacks = len(mine) < want or any(part.batch is None for part in mine)
+            # One sum carries both the samples and how many ranks need padding.
+            shared = self._over_ranks(sum(asked for _, asked in read) + (lacks << 32))
             if shared >> 32:
                 have = 0
                 while have < want and self._over_ranks(int(len(mine) > have)):
@@ -369,9 +376,14 @@ class ShardedLoader:
                 want = have
             if want == 0:
                 break
-            if mine:
-                padding = mine[-1].batch
-            mine += [MicroBatch(padding, 0) for _ in range(want - len(mine))]
+            if mine and mine[-1].batch is not None:
+                self._last = mine[-1].batch
+            if shared >> 32 and self._first is not None and self._over_ranks(int(self._last is None)):
+                found = self._first(self._last)
+                self._last = found if self._last is None else self._last
+            for part in mine:
+                part.batch = self._last if part.batch is None else part.batch
+            mine += [MicroBatch(self._last, 0) for _ in range(want - len(mine))]
             seen, done, empty = seen + shared % (1 << 32), done + want, False
             if seen > start:
                 self._source.mark(seen, done)

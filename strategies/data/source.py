@@ -147,7 +147,8 @@ class Source(ABC):
         return found
 
     def stand_in(self) -> Any:
-        """A batch to run with zero weight where the first batch holds no sample; None where there is none."""
+        """A batch to run with zero weight where none before holds a sample, on each rank that asks; None where there is
+        none."""
         return None
 
     @property

@@ -208,7 +208,8 @@ class DeepSpeed(SPMDStrategy[ZeroStep]):
         *args: Any,
         hooks: StepHooks = NO_HOOKS,
     ) -> Any:
-        if wrapped.engine is None or wrapped.stage < 3:
+        nothing = micro_batch.batch is None and not micro_batch.num_samples  # on all ranks
+        if wrapped.engine is None or wrapped.stage < 3 or nothing:
             return super().evaluate(wrapped, step_fn, micro_batch, *args, hooks=hooks)
         with self.precision.autocast(self.topology.device):
             if micro_batch.num_samples:
@@ -309,7 +310,8 @@ class DeepSpeed(SPMDStrategy[ZeroStep]):
         return functools.partial(wrapped.step, step_fn)
 
     def run_padding(self, wrapped: ZeroStep, step_fn: StepFn) -> StepFn:
-        return functools.partial(wrapped.weightless_step, step_fn)
+        padding = functools.partial(wrapped.weightless_step, step_fn)
+        return lambda batch, batch_idx: None if batch is None else padding(batch, batch_idx)
 
     def local_gradients(self, wrapped: ZeroStep) -> list[Tensor]:
         return wrapped.partitions.gradients()

@@ -236,6 +236,8 @@ class ShardedStrategy(ShardedOptimizers):
         hooks: StepHooks = NO_HOOKS,
     ) -> Any:
         padding, model = not micro_batch.num_samples, self.unwrap(wrapped)
+        if padding and micro_batch.batch is None:  # no rank has one
+            return None
         undone, uncounted = (side_effect_free(model), hooks.log_scope(0)) if padding else (nullcontext(), nullcontext())
         try:
             with self.precision.autocast(self.topology.device), undone, uncounted:

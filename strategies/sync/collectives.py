@@ -44,6 +44,13 @@ def broadcast(value: Any, src: int, group: dist.ProcessGroup | None = None) -> A
     return json.loads(bytes(data.tolist()))
 
 
+def first_held(value: Any) -> Any:
+    """The first rank's value, any object, that is not None. Every rank calls it."""
+    held = [value]
+    dist.broadcast_object_list(held, int(all_gather(torch.tensor(int(value is not None))).argmax()))
+    return held[0]
+
+
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharing its memory."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.strategies import DDP, FSDP
 from lockstep.strategies.launch.failure import RankFailure
-from tests.trainer.toy import Net, data, loader, net, quiet
+from tests.trainer.toy import Net, data, distance, loader, net, quiet, weights
 
 pytestmark = pytest.mark.faults
 
@@ -269,6 +269,37 @@ def test_uneven_shards_give_the_mean_over_all_samples(strategy: str, ranks: int)
         optimizer.zero_grad()
     for ours, theirs in zip(module.parameters(), hand.parameters(), strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-12, atol=1e-12)
+
+
+class FewOwn(Own):
+    """Only the last rank has samples."""
+
+    COUNTS = (0, 5)
+
+
+class Together(Net):
+    """Its step and its hooks meet in collectives and read the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * self.sum_over_ranks(batch[0].square().sum().double())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.sum_over_ranks(batch[0].sum().double()))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("size", float(len(batch[0])), on_step=False, on_epoch=True)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", DDP(sync_batchnorm=True)])
+def test_a_rank_that_never_had_a_batch_of_its_own_meets_the_others(strategy: Any) -> None:
+    found, alone = [], [data(60)[20 + i] for i in range(5)]
+    for options, dataset in (({"strategy": strategy, "devices": 2}, FewOwn()), ({}, alone)):
+        torch.manual_seed(0)
+        module, own = Together(), DataLoader(dataset, batch_size=4)
+        trainer = quiet(accelerator="cpu", precision="64-true", **options)
+        trainer.fit(module, own, own)
+        found.append([*weights(module), *(trainer.callback_metrics[name] for name in ("val", "size"))])
+    assert distance(*found) < 1e-12
 
 
 class Batches:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lockstep import Loss, Module
+from lockstep.strategies.data.sharded_loader import ShardedLoader
 from tests.trainer.toy import Net, data, distance, quiet, weights
 
 SAMPLES = [(x.double(), y) for x, y in data(24)]
@@ -134,6 +135,48 @@ def test_buffers_are_those_of_a_rank_that_had_samples(strategy: str) -> None:
     want, _ = trained("single", 1, Sums, dataset)
     found, _ = trained(strategy, 2, Sums, dataset)
     assert distance(found, want) < 1e-12
+
+
+SHOWN = [(torch.cat([torch.tensor([9.0]), x[1:]]).double(), y) for x, y in data(4)]
+"""Samples that `positive` drops."""
+KEPT = [(torch.cat([torch.tensor([0.0]), x[1:]]).double(), y) for x, y in data(6)]
+
+
+class Items(IterableDataset[Any]):
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.items
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("strategy", "make"),
+    [("ddp", Sums), ("fsdp", Sums), ("ddp", Manual), pytest.param("fsdp", Manual, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize(
+    "dataset",
+    [KEPT[:4] + SHOWN[:1], Items(KEPT[:2] + SHOWN[:2] + KEPT), Items(SHOWN + KEPT), SHOWN + KEPT],
+    ids=["last batch", "first of a stream on a rank", "first of a stream", "first batch"],
+)
+def test_a_rank_without_samples_has_a_batch_to_meet_the_others_with(strategy: str, make: Any, dataset: Any) -> None:
+    """Of one sample that is dropped the second rank is to get nothing; the batch of a rank in the first step has no
+    earlier one to stand in for it."""
+    want, metrics = trained("single", 1, make, dataset)
+    found, others = trained(strategy, 2, make, dataset)
+    assert distance(found, want) < 1e-12
+    assert others == pytest.approx(metrics, rel=1e-12)
+
+
+def late(items: list[int]) -> list[int] | None:
+    return [item for item in items if item > 2500] or None
+
+
+def test_padding_is_looked_for_up_to_the_first_sample_that_is_kept() -> None:
+    numbers = DataLoader(range(3000), 2, collate_fn=late)  # type: ignore[arg-type]
+    windows = ShardedLoader(numbers, rank=0, size=2, seed=0, split=True).windows(0, start=2500)
+    assert [part.batch for part in next(windows).micro_batches] == [[2501]]
 
 
 @pytest.mark.ranks
