@@ -200,10 +200,14 @@ class DDP(SPMDStrategy[Replica]):
         if self._synced:
             return self._run_synced_padding(wrapped, step_fn)
         model, stand_in = wrapped.model, functools.partial(wrapped, None)
+        # torch compares the graph of a step with that of the first, which zero through every parameter is not
+        in_full = super().run_padding(wrapped, step_fn) if self._options["static_graph"] else None
 
         def without_weight(batch: Any, batch_idx: int) -> Any:
-            if batch is None:  # a dataset that shards itself had nothing for this rank
+            if batch is None:  # no rank has one
                 return stand_in(batch, batch_idx)
+            if in_full is not None:
+                return in_full(batch, batch_idx)
             wrapped.bucket_order()  # which DDP settles on the others before code of the user calls a collective
             before = numbers(model)
             with side_effect_free(model), self._step_hooks.log_scope(0):
@@ -228,11 +232,8 @@ class DDP(SPMDStrategy[Replica]):
         run = super().run_padding(wrapped, step)
 
         def without_weight(batch: Any, batch_idx: int) -> Any:
-            if batch is None:
-                raise RuntimeError(
-                    "a rank has no batch in a step, as the dataset shards itself, and sync_batchnorm=True needs one on "
-                    "every rank; give every rank as many batches, or sync_batchnorm=False"
-                )
+            if batch is None:  # no rank has one
+                return wrapped(None, batch, batch_idx)
             with batch_norm.without_samples(self._synced):
                 output = run(batch, batch_idx)
             for buffer, value in statistics:

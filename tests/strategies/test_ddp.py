@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lockstep import Module
-from tests.trainer.toy import distance, loader, quiet, weights
+from lockstep.strategies import DDP
+from tests.trainer.toy import Net, data, distance, loader, quiet, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -57,4 +59,25 @@ def test_gradients_that_an_optimizer_or_a_hook_keeps_stay_as_they_were() -> None
         trainer = quiet(precision="64-true", split_batches=True, accelerator="cpu", max_epochs=2, **options)
         trainer.fit(module, loader(22))
         found.append([*weights(module), trainer.callback_metrics["turn"]])
+    assert distance(*found) < 1e-12
+
+
+class Spare(Net):
+    """Has a layer that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(8, 3)
+
+
+@pytest.mark.parametrize("sizes", [[1, 3, 2], [3, 1, 2]])
+def test_a_static_graph_is_that_of_the_step_on_a_rank_without_samples_too(sizes: list[int]) -> None:
+    found = []
+    for options in ({}, {"strategy": DDP(static_graph=True), "devices": 2}):
+        torch.manual_seed(0)
+        module, ends = Spare(), [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        batches = [[*range(end - size, end)] for end, size in zip(ends, sizes, strict=True)]
+        trainer = quiet(precision="64-true", split_batches=True, accelerator="cpu", max_epochs=2, **options)
+        trainer.fit(module, DataLoader(data(6), batch_sampler=batches))
+        found.append(weights(module))
     assert distance(*found) < 1e-12
