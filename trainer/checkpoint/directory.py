@@ -142,9 +142,12 @@ def remove(path: str | os.PathLike[str]) -> None:
         if not os.path.lexists(final):
             return
         refuse_foreign(final, "removed")
-        doomed = hidden(final, "tmp")
-        os.rename(final, doomed)
-        sync(final.parent)
-        shutil.rmtree(doomed)
+        doomed, descriptor = hidden(final, "tmp"), lock(final)  # a run that begins beside this one leaves it alone
+        try:
+            os.rename(final, doomed)
+            sync(final.parent)
+            shutil.rmtree(doomed)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise CheckpointError(f"cannot remove the checkpoint {final}: {reason(error)}; remove it by hand") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks.base import check_local
+from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.trainer.checkpoint import snapshot, store
 from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError, WeightsOnlyError
 from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError
@@ -148,8 +149,8 @@ def choose(run: RunState, ckpt_path: str | None, skipped: Container[Any] = ()) -
         folder = _run_folder(base, version) if writes else None
         if folder is not None and run.active and run.stage == "fit":
             run.folder = RunFolder(folder)
-        if folder is not None and (folder / "checkpoints").is_dir():
-            store.clean(folder / "checkpoints")
+        for place in _checkpoint_folders(run, folder):
+            store.clean(place)
         return {
             "log_dir": str(folder) if folder else None,
             "loggers": [str(root / (folder.name if own is None else _version(own))) for root, own in places]
@@ -161,6 +162,14 @@ def choose(run: RunState, ckpt_path: str | None, skipped: Container[Any] = ()) -
         return {"error": str(error), "kind": "CheckpointError"}
     except (ValueError, OSError) as error:
         return {"error": str(error), "kind": "ValueError"}
+
+
+def _checkpoint_folders(run: RunState, folder: Path | None) -> list[str]:
+    """Where a fit in `folder` saves checkpoints."""
+    own = [] if folder is None else [str(folder / "checkpoints")]
+    saving = run.callbacks if run.stage == "fit" else []
+    given = [item._given_dirpath for item in saving if isinstance(item, ModelCheckpoint) and item._given_dirpath]
+    return list(dict.fromkeys([*own, *given]))
 
 
 def checked_choice(choice: dict[str, Any]) -> dict[str, Any]:

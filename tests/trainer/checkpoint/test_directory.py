@@ -53,6 +53,22 @@ def test_an_aside_copy_is_found_and_put_back(tmp_path: Path) -> None:
     assert newest(tmp_path) is None
 
 
+def test_a_run_that_begins_leaves_alone_what_another_one_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_step(tmp_path / "a", 1)
+    delete, cleaned = shutil.rmtree, list[Path]()
+
+    def delete_beside_a_new_run(path: Path) -> None:
+        monkeypatch.setattr(shutil, "rmtree", delete)
+        cleaned.extend(clean(tmp_path))
+        delete(path)
+
+    monkeypatch.setattr(shutil, "rmtree", delete_beside_a_new_run)
+    remove(tmp_path / "a")
+    assert not cleaned and not os.listdir(tmp_path)
+
+
 def test_clean_leaves_living_writers_and_strangers_alone(tmp_path: Path) -> None:
     found: list[Any] = []
     (tmp_path / ".a.tmp-00000000").mkdir()

@@ -341,3 +341,13 @@ def test_hooks_read_counters_and_are_refused_states(weights_only: bool, tmp_path
     trainer.fit(module, loader())
     trainer.save_checkpoint(tmp_path / "c", weights_only)
     assert module.saved == (7, 1, 16) == Reads.load_from_checkpoint(tmp_path / "c").loaded
+
+
+def test_a_fit_removes_what_killed_ones_have_left_in_each_folder_of_checkpoints(tmp_path: Path) -> None:
+    savers = [ModelCheckpoint(tmp_path / name, every_n_epochs=i) for i, name in enumerate(("one", "two"), start=1)]
+    for name in ("one", "two"):
+        (tmp_path / name / ".epoch=0-step=2.tmp-0123abcd").mkdir(parents=True)
+        (tmp_path / name / ".epoch=0-step=2.tmp-0123abcd" / "model.safetensors").write_text("half")
+    Trainer(max_epochs=1, enable_progress_bar=False, logger=False, callbacks=savers).fit(net(), loader())
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["epoch=0-step=7"]
+    assert not [*(tmp_path / "two").glob(".*")]
