@@ -147,8 +147,9 @@ class ModelCheckpoint(Callback):
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst of the checkpoints kept, the next to go; "" while there are fewer than `save_top_k`."""
-        return max(self.best_k_models, key=self._badness) if 0 < self.save_top_k <= len(self.best_k_models) else ""
+        """The worst of the `save_top_k` best, the next to go; "" while there are fewer than `save_top_k`."""
+        ranked = sorted(self.best_k_models, key=self._badness, reverse=True)  # more after a kill before a removal
+        return ranked[-self.save_top_k] if 0 < self.save_top_k <= len(ranked) else ""
 
     @property
     def kth_value(self) -> Tensor | None:
@@ -288,8 +289,7 @@ class ModelCheckpoint(Callback):
 
     def _save_ranked(self, trainer: Trainer, score: Tensor) -> bool:
         """Save the state, as `last` too, unless it is not among those to keep; whether it was."""
-        replaced = self.kth_best_model_path
-        worst = self.kth_value
+        replaced, worst = self.kth_best_model_path, self.kth_value
         unranked = worst is not None and math.isnan(float(worst)) and math.isnan(float(score))
         if self.save_top_k == 0 or (worst is not None and not unranked and not self._order(score) < self._order(worst)):
             return False
@@ -303,8 +303,8 @@ class ModelCheckpoint(Callback):
         else:
             path = self._free_path(trainer, name)
         self.best_k_models[path] = score  # before the save, so that the checkpoint knows of itself
-        too_many = max(0, len(self.best_k_models) - self.save_top_k) if self.save_top_k > 0 else 0
-        leaving = sorted(self.best_k_models, key=self._badness, reverse=True)[:too_many]
+        ranked = sorted(self.best_k_models, key=self._badness, reverse=True)
+        leaving = ranked[: -self.save_top_k] if self.save_top_k > 0 else []
         try:
             trainer.save_checkpoint(
                 path,

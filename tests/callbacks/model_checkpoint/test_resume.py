@@ -62,6 +62,22 @@ def test_a_kill_between_commit_and_removal_is_made_good_by_the_next_save(tmp_pat
     assert sorted(second.found().values()) == [30]
 
 
+def test_after_a_kill_between_commit_and_removal_only_what_is_among_the_best_is_saved(tmp_path: Path) -> None:
+    def saver() -> ModelCheckpoint:
+        return ModelCheckpoint(monitor="val/loss")
+
+    first = Run(saver(), tmp_path / "run")
+    first.epoch(val_loss=0.5)
+    first.removes = False
+    first.epoch(val_loss=0.3)
+    second = Run(saver(), tmp_path / "run", resume=first.callback.best_model_path)
+    second.current_epoch = 2
+    second.epoch(val_loss=0.4)
+    assert not second.events, "it would be removed with the one that leaves, and with it what it supersedes"
+    second.epoch(val_loss=0.2)
+    assert sorted(second.found().values()) == [40]
+
+
 @pytest.mark.parametrize("monitor", [None, "train/loss"])
 def test_a_run_that_had_ended_has_a_last_in_the_folder_in_which_it_is_resumed(
     tmp_path: Path, monitor: str | None
