@@ -149,11 +149,8 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> dict[str, 
         made = run.reload.make_again(later)
     run.numbers.load_state_dict(numbers.saved(state))
     with refused(checkpoint.path):
-        progress, loader = run.progress, run.train_dataloader
+        progress = run.progress
         progress.load_state_dict(state["progress"])
-        if loader.plan != state["windows"] and loader.batch_size is not None:
-            # other batches, as the user wants: count them so
-            progress.batches_seen = -(-progress.samples_seen * loader.num_micro_batches // loader.batch_size)
         for name, value in state["metrics"].items():
             run.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
         run.measured_at |= state.get("measured_at", dict.fromkeys(state["metrics"], progress.global_step))
@@ -162,6 +159,23 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> dict[str, 
 
         rank_state.restore(run, module, checkpoint)
     return made
+
+
+def recount(run: RunState, checkpoint: Checkpoint, val_every: int | None) -> None:
+    """Count batches, and the validations after each `val_every` of them, as they are now: the user may want others than
+    those of the run that was saved."""
+    progress, loader = run.progress, run.train_dataloader
+    if loader.plan == checkpoint.state["windows"] or loader.batch_size is None:
+        return
+    before = progress.batches_seen
+    progress.batches_seen = -(-progress.samples_seen * loader.num_micro_batches // loader.batch_size)
+    if progress.batches_seen == before:
+        return
+    progress.total_batches += progress.batches_seen - before
+    over_epochs = run.arguments.check_val_every_n_epoch is None
+    batches = progress.total_batches if over_epochs else progress.batches_seen
+    is_due = val_every is not None and batches % val_every == 0 and progress.validated_at != progress.global_step
+    progress.validations = batches // val_every - is_due if val_every is not None else 0
 
 
 def restore_datamodule(run: RunState, checkpoint: Checkpoint) -> None:

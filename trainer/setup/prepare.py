@@ -121,6 +121,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         run.progress.epoch_begun = False  # of a fit that failed before its first batch
     if checkpoint is not None:
         loaders |= snapshot.restore(run, module, checkpoint)
+        snapshot.recount(run, checkpoint, loaders["val_every"])
         run.windows_per_epoch = loaders["train_loader"].num_windows(loaders["limit"])
     strategy.adopt_changes(run.wrapped)  # what configure_optimizers and on_load_checkpoint did
 

@@ -136,3 +136,33 @@ def test_rates_by_the_first_accumulation_stay_where_it_has_changed(
         return module
 
     assert equal(weights(fit()), weights(fit(ckpt_path=tmp_path / "step=10")))
+
+
+@pytest.mark.parametrize("over_epochs", [False, True])
+def test_a_run_resumed_with_another_batch_size_counts_batches_and_validations_by_it(
+    over_epochs: bool, tmp_path: Path
+) -> None:
+    class Validations(Callback):
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            self.steps.append(trainer.global_step)
+
+    def fit(batch_size: int, max_steps: int, path: Path | None = None) -> tuple[list[int], int]:
+        validations = Validations()
+        trainer = quiet(
+            max_epochs=None if over_epochs else 2,
+            max_steps=max_steps,
+            val_check_interval=3,
+            check_val_every_n_epoch=None if over_epochs else 1,
+            enable_checkpointing=True,
+            callbacks=[validations, ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)],
+        )
+        trainer.fit(net(), loader(32, batch_size), loader(8), ckpt_path=path)
+        return validations.steps, trainer._run.progress.total_batches
+
+    assert fit(4, 4) == ([3, 4], 4), "16 of 32 samples"
+    assert fit(2, 7, tmp_path / "step=4") == ([3, 5, 7], 11), "8 batches of 2 hold these: the next is the ninth"
+    assert fit(2, 12, tmp_path / "step=7") == ([3, 5, 8, 11], 16)
+    assert fit(8, 9, tmp_path / "step=7") == ([3, 5, 7], 5), "3 batches of 8 hold these, after which one is due"
