@@ -10,6 +10,7 @@ import secrets
 import shutil
 import stat
 import time
+from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
 
@@ -69,6 +70,20 @@ def abandoned(folder: Path) -> bool:
         return time.time() - os.fstat(descriptor).st_mtime > _LOCKLESS_AGE_S
     finally:
         os.close(descriptor)
+
+
+def is_replaced(path: Path, there: Container[Path]) -> bool:
+    """Whether a save replaces what is at `path`; `there` are the paths that were taken as it began.
+
+    Raises CheckpointError if another run has saved a checkpoint there since.
+    """
+    is_there = os.path.lexists(path)
+    if is_there and path not in there:
+        raise CheckpointError(
+            f"another run has saved the checkpoint {path} while this run saved one for the same path, and it is not "
+            "replaced: give each run a dirpath of its own, or another filename"
+        )
+    return is_there
 
 
 def put_in_place(temporary: Path, final: Path, replaces: bool) -> None:

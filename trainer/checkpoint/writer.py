@@ -27,7 +27,7 @@ import torch
 
 from lockstep.strategies.checkpoint_state import TensorShard
 from lockstep.strategies.launch.fault_injection import fault
-from lockstep.trainer.checkpoint import safetensors_file
+from lockstep.trainer.checkpoint import directory, safetensors_file
 from lockstep.trainer.checkpoint.content import (
     check_finite,
     check_json,
@@ -82,6 +82,7 @@ class Saving:
         """Whether something older goes once this is committed: then what was written is read back before."""
         self._total_bytes = 0
         self._written_bytes = 0
+        self._there: set[Path] = set()  # of its paths those that were taken as it began
         self._locks: list[int] = []
         self._tensors: Mapping[str, TensorShard] = {}
         self._part: dict[str, Any] = {}
@@ -257,6 +258,7 @@ class Saving:
         for path in (self.final, *self._also):
             if os.path.lexists(path):
                 refuse_foreign(path, "replaced")
+                self._there.add(path)
             refuse_inside(path)
         make_folders(self.final.parent)
         os.mkdir(self.temporary)
@@ -313,7 +315,7 @@ class Saving:
             self._read_back(None, checksums=False)
         sync(self.temporary)
         fault("save.rename")
-        put_in_place(self.temporary, self.final, os.path.lexists(self.final))
+        put_in_place(self.temporary, self.final, directory.is_replaced(self.final, self._there))
 
     def _link(self, path: Path) -> None:
         """Commit the same checkpoint under another name, with hard links if the file system has them."""
@@ -328,7 +330,7 @@ class Saving:
                     with open(self.final / name, "rb") as file:
                         self._write_one(temporary / name, map(memoryview, iter(lambda: file.read(CHUNK_BYTES), b"")))
             sync(temporary)
-            put_in_place(temporary, path, os.path.lexists(path))
+            put_in_place(temporary, path, directory.is_replaced(path, self._there))
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             os.close(descriptor)

@@ -13,8 +13,9 @@ import torch.distributed.tensor
 from torch import Tensor
 
 from lockstep.strategies.checkpoint_state import TensorShard
-from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError, clean, is_checkpoint, newest, remove
-from tests.trainer.checkpoint.folders import on_ranks, save_step
+from lockstep.trainer.checkpoint import writer
+from lockstep.trainer.checkpoint.store import Checkpoint, CheckpointError, clean, is_checkpoint, newest, remove, save
+from tests.trainer.checkpoint.folders import leftovers, on_ranks, save_step
 
 
 def test_what_is_not_a_checkpoint_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
@@ -34,6 +35,23 @@ def test_what_is_not_a_checkpoint_is_neither_replaced_nor_removed(tmp_path: Path
     assert (tmp_path / "results" / "thesis.txt").read_text() == "years of work"
     (tmp_path / "empty").mkdir()
     assert Checkpoint.open(save_step(tmp_path / "empty", 3)).global_step == 3
+
+
+@pytest.mark.parametrize("name", ["a", "last"])
+def test_what_another_run_has_saved_meanwhile_is_not_replaced(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_beside(point: str) -> None:
+        if point == "save.manifest":
+            monkeypatch.undo()
+            save_step(tmp_path / name, 1)
+
+    state = {"progress": {"global_step": 2}}
+    monkeypatch.setattr(writer, "fault", save_beside)
+    with pytest.raises(CheckpointError, match=f"another run has saved the checkpoint .*/{name} "):
+        save(tmp_path / "a", rank=0, world_size=1, tensors={}, state=state, also=[tmp_path / "last"])
+    assert Checkpoint.open(tmp_path / name).global_step == 1
+    assert not leftovers(tmp_path)
 
 
 def test_an_aside_copy_is_found_and_put_back(tmp_path: Path) -> None:
