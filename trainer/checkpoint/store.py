@@ -46,6 +46,8 @@ __all__ = [
     "begin",
     "clean",
     "copy",
+    "folders",
+    "identity",
     "is_checkpoint",
     "newest",
     "open_newest",
@@ -168,11 +170,12 @@ def begin(
 
 
 def newest(
-    folder: str | os.PathLike[str],
+    places: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     without: Container[Any] = (),
     opens: Callable[[Path], Checkpoint] = Checkpoint.open,
 ) -> Path | None:
-    """The checkpoint in `folder` with the highest (global_step, time of saving) that `opens` finds valid, or None.
+    """The checkpoint with the highest (global_step, time of saving) that `opens` finds valid, or None; `places` are one
+    folder or several.
 
     By default that reads every byte of the one that is returned. Warns once for each damaged one that is newer.
     Temporary folders are skipped; an aside copy counts where a kill fell between the two renames of a replacement.
@@ -181,11 +184,11 @@ def newest(
     Raises WeightsOnlyError, which `opens` has raised for the newest, if all valid ones hold only weights.
     """
     weights_only: WeightsOnlyError | None = None
-    folder = Path(os.path.abspath(folder))
+    each = [places] if isinstance(places, str | os.PathLike) else places
     found: list[tuple[int, int, Path]] = []
-    for entry in folders(folder):
+    for entry in (entry for place in each for entry in folders(Path(os.path.abspath(place)))):
         leftover = LEFTOVER.fullmatch(entry.name)
-        if leftover and (leftover["kind"] == "tmp" or os.path.lexists(folder / leftover["name"])):
+        if leftover and (leftover["kind"] == "tmp" or os.path.lexists(entry.parent / leftover["name"])):
             continue
         if not os.path.lexists(entry / MANIFEST):
             continue
@@ -237,19 +240,16 @@ def open_together(path: str | os.PathLike[str], strategy: Strategy) -> Checkpoin
 
 
 def open_newest(
-    folder: str | os.PathLike[str] | None,
-    strategy: Strategy,
-    opens: Callable[[Path], Checkpoint],
-    without: Iterable[Any] = (),
+    finds: Callable[[set[Any]], Path | None], strategy: Strategy, without: Iterable[Any] = ()
 ) -> Checkpoint | None:
-    """The newest checkpoint in `folder` that `opens` finds valid, opened by `open_together`, or None; `without` is that
-    of `newest`. Every rank calls it."""
+    """The newest checkpoint that `finds` returns, opened by `open_together`, or None; `finds` is called with what is
+    skipped, as `newest` takes it, beginning with `without`. Every rank calls it."""
     skipped: set[Any] = {*without}
     while True:
         found = None
-        if strategy.topology.rank == 0 and folder is not None:
+        if strategy.topology.rank == 0:
             with suppress(WeightsOnlyError):
-                found = newest(folder, skipped, opens)
+                found = finds(skipped)
         found = strategy.broadcast(None if found is None else str(found))
         if found is None:
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +78,7 @@ class _Attempts:
         run.log_dir = self._log_dir
         choice = start.checked_choice(start.choose(run, self._ckpt_path, self._skipped))
         run.log_dir, self._first = choice["log_dir"], choice["checkpoint"]
-        self._of_others = store.present(saving.folder_of(run))
+        self._of_others = saving.present(run)
 
     def begins_from(self, number: int) -> str | None:
         """The checkpoint that an attempt resumes: the newest of this run, or what the first one began with."""
@@ -88,7 +87,7 @@ class _Attempts:
             return self._first
         with suppress(WeightsOnlyError):
             of_others = self._of_others | self._skipped
-            found = store.newest(saving.folder_of(run), of_others, opens=partial(start.resumable, run))
+            found = start.newest(run, saving.folder_of(run), of_others)
             return str(found) if found else self._first
         return self._first
 

@@ -232,15 +232,22 @@ def settle(run: RunState, error: BaseException) -> None:
 def of_others(run: RunState) -> set[Any]:
     """Of the checkpoints in the run's folder, as it starts, those that it does not begin with."""
     begun = None if run.resumed is None else store.identity(Path(run.resumed.path))
-    return store.present(folder_of(run)) - {begun}
+    return present(run) - {begun}
+
+
+def present(run: RunState) -> set[Any]:
+    """The checkpoints that are in the folders of the run now."""
+    folder = folder_of(run)
+    return set[Any]().union(*map(store.present, (folder, *start.folders_beside(run, folder))))
 
 
 def newest(run: RunState, without: set[Any]) -> store.Checkpoint | None:
     """The newest valid checkpoint of this run that can be resumed, opened; `without` those of `of_others`. Every rank
     calls it."""
     finish(run)
-    folder = folder_of(run) if run.checkpoint_callback is not None else None
-    return store.open_newest(folder, run.strategy, partial(start.resumable, run), without)
+    if run.checkpoint_callback is None:
+        return None
+    return store.open_newest(partial(start.newest, run, folder_of(run)), run.strategy, without)
 
 
 def folder_of(run: RunState) -> str:

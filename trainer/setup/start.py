@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Container
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -122,7 +122,7 @@ def _base(run: RunState, places: list[tuple[Path, str | int | None]]) -> tuple[P
     return base, version if run.log_dir is None else Path(run.log_dir).name  # this Trainer continues in its folder
 
 
-def choose(run: RunState, ckpt_path: str | None, skipped: Container[Any] = ()) -> dict[str, Any]:
+def choose(run: RunState, ckpt_path: str | None, skipped: Iterable[Any] = ()) -> dict[str, Any]:
     """Rank 0: the run's folder and the checkpoint to open, or the error, as JSON data. `skipped` are checkpoints of
     which `store.skip` has warned."""
     try:
@@ -149,8 +149,10 @@ def choose(run: RunState, ckpt_path: str | None, skipped: Container[Any] = ()) -
         folder = _run_folder(base, version) if writes else None
         if folder is not None and run.active and run.stage == "fit":
             run.folder = RunFolder(folder)
-        for place in _checkpoint_folders(run, folder):
-            store.clean(place)
+        if folder is not None:
+            own = str(folder / "checkpoints")
+            for place in (own, *folders_beside(run, own)):
+                store.clean(place)
         return {
             "log_dir": str(folder) if folder else None,
             "loggers": [str(root / (folder.name if own is None else _version(own))) for root, own in places]
@@ -164,12 +166,30 @@ def choose(run: RunState, ckpt_path: str | None, skipped: Container[Any] = ()) -
         return {"error": str(error), "kind": "ValueError"}
 
 
-def _checkpoint_folders(run: RunState, folder: Path | None) -> list[str]:
-    """Where a fit in `folder` saves checkpoints."""
-    own = [] if folder is None else [str(folder / "checkpoints")]
-    saving = run.callbacks if run.stage == "fit" else []
-    given = [item._given_dirpath for item in saving if isinstance(item, ModelCheckpoint) and item._given_dirpath]
-    return list(dict.fromkeys([*own, *given]))
+def folders_beside(run: RunState, folder: str | Path) -> list[str]:
+    """Where ModelCheckpoints with a `dirpath` save, but for `folder`, where the first one does."""
+    given = [item._given_dirpath for item in run.callbacks if isinstance(item, ModelCheckpoint)]
+    return [path for path in dict.fromkeys(given) if path and path != os.path.abspath(folder)]
+
+
+def newest(run: RunState, folder: str | Path, without: Iterable[Any] = ()) -> Path | None:
+    """The newest checkpoint that can be resumed in `folder`, where the first ModelCheckpoint saves, or that another one
+    has saved elsewhere in the same run. `without` and what it raises are those of `store.newest`."""
+    beside, strangers = folders_beside(run, folder), set[Any]()
+    for path in (path for place in beside for path in store.folders(Path(place))):
+        if not _is_of_run_in(run, folder, path):
+            strangers.add(store.identity(path))
+    return store.newest([folder, *beside], {*without, *strangers}, partial(resumable, run))
+
+
+def _is_of_run_in(run: RunState, folder: str | Path, path: Path) -> bool:
+    """Whether the checkpoint at `path` says that the first ModelCheckpoint of its run saves in `folder`."""
+    saver = run.checkpoint_callback
+    try:
+        states = Checkpoint.open(path, verify=False).state["callbacks"]
+        return saver is not None and bool(states[saver.state_key]["dirpath"] == os.path.abspath(folder))
+    except (CheckpointError, LookupError, TypeError):  # damaged, of weights alone, or of other callbacks
+        return False
 
 
 def checked_choice(choice: dict[str, Any]) -> dict[str, Any]:
@@ -206,15 +226,15 @@ def _searched(run: RunState, base: Path) -> Path:
 
 
 def _newest(
-    run: RunState, base: Path, version: str | int | None, skipped: Container[Any]
+    run: RunState, base: Path, version: str | int | None, skipped: Iterable[Any]
 ) -> tuple[str | None, str] | None:
     """The newest valid checkpoint of the given version, else of the newest version that has one.
 
     Raises WeightsOnlyError if there are only checkpoints of weights alone.
     """
-    callback, search = run.checkpoint_callback, partial(store.newest, without=skipped, opens=partial(resumable, run))
+    callback = run.checkpoint_callback
     if callback is not None and callback.dirpath:
-        found = search(callback.dirpath)
+        found = newest(run, callback.dirpath, skipped)
         return None if found is None else (None if version is None else _version(version), str(found))
     candidates = (
         [base / _version(version)]
@@ -224,7 +244,8 @@ def _newest(
     refused: WeightsOnlyError | None = None
     for folder in candidates:
         try:
-            found = search(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
+            saved = folder / "checkpoints"
+            found = newest(run, saved, skipped) if saved.is_dir() else None
         except WeightsOnlyError as error:
             refused = refused or error
             continue

@@ -351,3 +351,29 @@ def test_a_fit_removes_what_killed_ones_have_left_in_each_folder_of_checkpoints(
     Trainer(max_epochs=1, enable_progress_bar=False, logger=False, callbacks=savers).fit(net(), loader())
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["epoch=0-step=7"]
     assert not [*(tmp_path / "two").glob(".*")]
+
+
+class Fails(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 5:
+            raise OSError("the machine is gone")
+
+
+@pytest.mark.parametrize("own", ["own", None])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_auto_finds_what_any_of_the_runs_savers_has_saved(own: str | None, weights_only: bool, tmp_path: Path) -> None:
+    def fit(name: str, *callbacks: Callback) -> Trainer:
+        epochs = ModelCheckpoint(own and tmp_path / name / own, every_n_epochs=1, save_weights_only=weights_only)
+        steps = ModelCheckpoint(tmp_path / "shared", every_n_train_steps=2)
+        options: dict[str, Any] = {"default_root_dir": tmp_path / name, "enable_progress_bar": False, "logger": False}
+        trainer = Trainer(max_epochs=1, callbacks=[epochs, steps, *callbacks], **options)
+        trainer.fit(net(), loader(), ckpt_path="auto")
+        return trainer
+
+    for name in ("one", "two"):
+        with pytest.raises(OSError, match="gone"):
+            fit(name, Fails())
+    assert [Path(str(fit(name)._run.begins_from)).name for name in ("one", "two")] == [
+        "epoch=0-step=4",
+        "epoch=0-step=4-v1",
+    ], "not what another run has saved there"
