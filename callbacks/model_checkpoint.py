@@ -276,8 +276,7 @@ class ModelCheckpoint(Callback):
         if trainer.global_step in (0, self._considered_step):
             return
         self._considered_step = trainer.global_step
-        if self.async_save:
-            trainer._run.finish_saving()  # before names are looked up on the disk
+        trainer._run.finish_saving()  # also of another saver, before names are looked up on the disk
         trainer._run.publish_due()  # what is monitored, of learners within a round
         if self.save_last and not self.last_model_path:  # before the first save: every checkpoint knows whose `last` is
             self.last_model_path = self._free_path(trainer, "last")

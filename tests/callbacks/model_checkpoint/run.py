@@ -88,6 +88,8 @@ class Run:
     def is_checkpoint(self, path: str) -> bool:
         return is_checkpoint(path)
 
+    def finish_saving(self) -> None: ...
+
     def publish_due(self) -> None: ...
 
     def train(self, steps: int, micro_batches: int = 1) -> Run:

@@ -131,6 +131,20 @@ def test_a_second_save_waits_and_an_older_one_goes_only_once_the_newer_is_there(
     assert os.stat(tmp_path / "kept/last/model.safetensors").st_nlink == 2, "written once"
 
 
+def test_a_saver_takes_no_name_that_another_one_is_saving_asynchronously(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_FAULTS", "step=4,point=save.fsync,action=sleep,seconds=0.7")
+    folder = tmp_path / "kept"
+    savers = [
+        ModelCheckpoint(folder, "{step}", every_n_train_steps=2, async_save=True),
+        ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1),
+    ]
+    fit(tmp_path, *savers, max_steps=8)
+    assert [Path(path).name for path in savers[1].best_k_models] == ["step=4-v1", "step=8-v1"]
+    assert sorted(os.listdir(folder)) == ["step=4-v1", "step=8", "step=8-v1"]
+
+
 @pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(("rank", "waits"), [(0, False), (1, False), (1, True)], ids=["0 async", "1 async", "1 sync"])
