@@ -6,7 +6,6 @@ whatever wrapped or sharded the model. So any strategy and world size can read w
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -21,13 +20,8 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.model_changes import shortened
-from lockstep.strategies.optimizers.saved_groups import (
-    add_saved_groups,
-    check_optimizers,
-    check_saved_groups,
-    others_of,
-    taken,
-)
+from lockstep.strategies.optimizers.hidden_state import others_of
+from lockstep.strategies.sync.collectives import local
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
@@ -75,6 +69,9 @@ class Reader(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The global shape. Raises KeyError for an unknown name."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype. Raises KeyError for an unknown name."""
 
     def read(self, name: str, offsets: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         """The whole tensor, or the rectangle of `shape` that begins at `offsets`, on CPU."""
@@ -239,74 +236,69 @@ class Take(Protocol):
     def __call__(self, reader: Reader, name: str, like: Tensor | None) -> Tensor: ...
 
 
-def restore_state(
-    model: nn.Module,
-    optimizers: dict[str, Optimizer],
-    reader: Reader,
-    take: Take,
-    owned: Mapping[int, str],
-) -> None:
-    """Load what any strategy saved, in place; without `optimizers` the weights alone.
-
-    `owned` is as in `gather_state`. Raises KeyError or ValueError by name.
-    """
-    restore_model(model, reader, take=take)
-    if not optimizers:
-        return
-    names = {**parameter_names(model), **owned}
-    check_optimizers(optimizers, reader)
-    for key, optimizer in optimizers.items():
-        saved = reader.meta["optimizers"][key]
-        add_saved_groups(model, optimizer, saved["param_groups"])
-        current = optimizer.state_dict()
-        order = [names_of(parameter, names, key) for group in optimizer.param_groups for parameter in group["params"]]
-        groups = saved_groups(reader, key, [[order[i] for i in group["params"]] for group in current["param_groups"]])
-        index = {name: i for i, name in enumerate(order)}
-        parameters = dict(zip(order, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
-        others = unpack(saved.get("others", {}), reader.read)
-        optimizer.load_state_dict(
-            {
-                "state": {
-                    index[name]: unpack(entry, functools.partial(take, reader, like=parameters[name]))
-                    for name, entry in saved["state"].items()
-                    if name not in parameters or is_here(parameters[name])
-                }
-                | others.pop("state", {}),
-                "param_groups": [
-                    taken(optimizer, key, group, now)
-                    for group, now in zip(groups, current["param_groups"], strict=True)
-                ],
-                **others,
-            }
-        )
-
-
-def saved_groups(reader: Reader, key: str, have: list[list[str]]) -> list[dict[str, Any]]:
-    """The saved parameter groups of optimizer `key`; `have` are the names in each group now, which must be the same."""
-    groups = [unpack(group, reader.read) for group in reader.meta["optimizers"][key]["param_groups"]]
-    check_saved_groups(key, groups, have)
-    return groups
-
-
 def restore_model(model: nn.Module, reader: Reader, take: Take) -> None:
-    """Load parameters and buffers in place. The names must be the same on both sides."""
+    """Load parameters and buffers in place, and by the module's `load_state_dict` what else its state dict has. The
+    names must be the same on both sides."""
     own = model.state_dict()
-    saved = reader.meta["model"]
     check_names(own, reader)
-    extra = {}
+    held = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    others: dict[str, Any] = {}
     with torch.no_grad():
         for name, value in own.items():
-            if name not in saved:  # frozen, and not saved
+            if name not in reader.meta["model"]:  # frozen, and not saved
                 continue
-            if not isinstance(value, Tensor):
-                extra[name] = unpack(saved[name], reader.read)
+            if not isinstance(value, Tensor) or is_extra(name):
+                others[name] = read_extra(reader, name)
                 continue
             check_shape(name, value.shape, reader)
             if not is_here(value):
                 continue
-            value.copy_(take(reader, f"model/{name}", value))
-    if extra:
-        model.load_state_dict(extra, strict=False)
+            saved = take(reader, f"model/{name}", value)
+            value.copy_(saved)
+            if _memory(value) not in held:
+                others[name] = saved
+    load_others(model, others)
+
+
+def load_others(model: nn.Module, others: dict[str, Any]) -> None:
+    """Load what is in the module's state dict besides parameters and buffers. Raises ValueError for a tensor that the
+    module does not take."""
+    if not others:
+        return
+    model.load_state_dict(others, strict=False)
+    tensors = {name: t for name, t in others.items() if isinstance(t, Tensor) and not is_extra(name)}
+    now = model.state_dict() if tensors else {}
+    for name, tensor in tensors.items():
+        if not is_value(now.get(name), tensor):
+            raise ValueError(
+                f"the state_dict of {type(model).__name__} has {name}, which is not the tensor of a parameter or "
+                "buffer, and load_state_dict does not take it; register it as a buffer, or load it in load_state_dict"
+            )
+
+
+def is_extra(name: str) -> bool:
+    """Whether it is the name in a state dict of what a module's `get_extra_state` returns."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def read_extra(reader: Reader, name: str) -> Any:
+    """A saved value that is not one of parameters or buffers."""
+    key, value = f"model/{name}", reader.meta["model"][name]
+    return reader.read(key) if value is None and key in reader.names(key) else unpack(value, reader.read)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where the elements are; 0 for what has no memory of one place."""
+    mine = local(tensor)
+    return mine.untyped_storage().data_ptr() if is_here(mine) and mine.layout is torch.strided else 0
+
+
+def is_value(now: Any, loaded: Tensor) -> bool:
+    """Whether `now` is a tensor with the elements of `loaded`, cast to its dtype."""
+    if not isinstance(now, Tensor) or now.shape != loaded.shape:
+        return False
+    mine, wanted = local(now), local(loaded).to(local(now))
+    return bool(((mine == wanted) | ((mine != mine) & (wanted != wanted))).all())
 
 
 def check_names(own: Iterable[str], reader: Reader) -> None:
@@ -343,6 +335,9 @@ class Whole:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
 
     def read(self, name: str, offsets: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         tensor = self.tensors[name]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, Strategy, Topology, W
-from lockstep.strategies.checkpoint_state import LocalShard, Reader, State, gather_state, restore_state
+from lockstep.strategies.checkpoint_state import LocalShard, Reader, State, gather_state
 from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.devices import check_launcher, device_index, resolve_accelerator, resolve_devices
 from lockstep.strategies.launch import environment, fault_injection, launcher, process_group, sidecar, watchdog
@@ -33,7 +33,7 @@ from lockstep.strategies.modules.user_edits import UserEdits
 from lockstep.strategies.optimizers import modes
 from lockstep.strategies.optimizers.fused import fuse
 from lockstep.strategies.optimizers.owners import Owners, described
-from lockstep.strategies.optimizers.saved_groups import add_saved_groups
+from lockstep.strategies.optimizers.saved_groups import add_saved_groups, restore_state
 from lockstep.strategies.precision import Precision
 from lockstep.strategies.step import SPMDStep
 from lockstep.strategies.sync import collectives

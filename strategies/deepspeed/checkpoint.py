@@ -17,12 +17,14 @@ from lockstep.strategies.checkpoint_state import (
     TensorShard,
     check_names,
     check_shape,
+    is_extra,
+    load_others,
     pack,
-    saved_groups,
+    read_extra,
     unpack,
 )
 from lockstep.strategies.deepspeed.zero_step import ZeroStep
-from lockstep.strategies.optimizers.saved_groups import HOW, check_optimizers
+from lockstep.strategies.optimizers.saved_groups import HOW, check_optimizers, saved_groups
 
 
 def save(wrapped: ZeroStep, optimizers: dict[str, Optimizer], topology: Topology) -> State:
@@ -30,7 +32,7 @@ def save(wrapped: ZeroStep, optimizers: dict[str, Optimizer], topology: Topology
     wrapped.partitions.adopt_weights()
     state, shared = State(), State()  # `shared`: what all ranks hold alike, rank 0 writes
     model: dict[str, Any] = {}
-    for name, value in wrapped.model.state_dict(keep_vars=True).items():
+    for name, value in _values(wrapped).items():
         cut = wrapped.partitions.cuts(value)
         if cut:
             _contribute(state, f"model/{name}", wrapped.partitions.whole(value), topology)
@@ -51,21 +53,20 @@ def save(wrapped: ZeroStep, optimizers: dict[str, Optimizer], topology: Topology
 def load(wrapped: ZeroStep, optimizers: dict[str, Optimizer], state: Reader) -> None:
     """Each rank reads its own pieces only. Every rank calls it."""
     partitions = wrapped.partitions
-    own = wrapped.model.state_dict(keep_vars=True)
+    own = _values(wrapped)
     check_names(own, state)
-    extra = {}
+    held, others = _ids(wrapped), {}
     with torch.no_grad():
         for name, value in own.items():
             if name not in state.meta["model"]:  # saved without
                 continue
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not is_extra(name):
                 shape = partitions.shape(value)
                 check_shape(name, shape, state)
                 partitions.fill(value, functools.partial(_read_range, state, f"model/{name}", shape))
-            else:
-                extra[name] = unpack(state.meta["model"][name], state.read)
-        if extra:
-            wrapped.model.load_state_dict(extra, strict=False)
+            if id(value) not in held:
+                others[name] = read_extra(state, name)
+        load_others(wrapped.model, others)
         if optimizers:
             ((key, optimizer),) = optimizers.items()
             check_optimizers(optimizers, state)
@@ -73,6 +74,23 @@ def load(wrapped: ZeroStep, optimizers: dict[str, Optimizer], state: Reader) -> 
                 group.update({name: value for name, value in saved.items() if name not in ("params", *HOW)})
             _load_optimizer(wrapped, optimizer, key, state)
         partitions.refresh()
+
+
+def _values(wrapped: ZeroStep) -> dict[str, Any]:
+    """The state dict of the model. Raises ValueError where it has other tensors than the parameters and buffers."""
+    values, held = wrapped.model.state_dict(keep_vars=True), _ids(wrapped)
+    for name, tensor in (*wrapped.model.named_parameters(), *wrapped.model.named_buffers()):
+        if name in values and id(values[name]) not in held:
+            raise ValueError(
+                f"the state_dict of {type(wrapped.model).__name__} has a copy in the place of {name}, of shape "
+                f"{list(wrapped.partitions.shape(tensor))}, but DeepSpeed's engine holds the weights; return what "
+                "super().state_dict() has, or use strategy='ddp' or 'fsdp'"
+            )
+    return values
+
+
+def _ids(wrapped: ZeroStep) -> set[int]:
+    return {id(tensor) for tensor in (*wrapped.model.parameters(), *wrapped.model.buffers())}
 
 
 def _contribute(state: State, name: str, whole: Tensor, topology: Topology) -> None:
@@ -125,7 +143,8 @@ def _load_optimizer(wrapped: ZeroStep, optimizer: Optimizer, key: str, state: Re
             full = f"optimizer/{key}/{name}/{k}"
             if isinstance(v, dict) and "$tensor" in v and k != "step" and tuple(state.shape(full)) == shape:
                 if k not in entry:
-                    entry[k] = torch.zeros_like(flat)
+                    is_like_weights = state.dtype(full) == state.dtype(f"model/{name}")
+                    entry[k] = torch.zeros_like(flat, dtype=None if is_like_weights else state.dtype(full))
                 wrapped.partitions.fill(parameter, functools.partial(_read_range, state, full, shape), entry[k])
                 continue
             value = unpack(v, state.read)

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.deepspeed.refusals import refuse_group, refuse_params, refuse_state_dict
 from lockstep.strategies.deepspeed.zero_step import ZeroStep
-from lockstep.strategies.optimizers.hidden_state import ModelParameters, StateOfShards
-from lockstep.strategies.optimizers.saved_groups import others_of
+from lockstep.strategies.optimizers.hidden_state import ModelParameters, StateOfShards, others_of
 
 _FLAT = (
     "the state of {} was asked for a parameter of the model, but DeepSpeed's engine keeps it in flat parts, of which "
@@ -79,6 +78,13 @@ class OptimizerView:
                     "for it, which a checkpoint of DeepSpeed cannot hold; keep it in a dict, as in "
                     "self.state[p]['momentum'], or use strategy='ddp' or 'fsdp'"
                 )
+            elif odd := [name for name, held in value.items() if not _fits(held, owner)]:
+                raise ValueError(
+                    f"optimizer {key!r} ({type(self._optimizer).__name__}) keeps {odd[0]!r} in the state of a "
+                    "parameter, which is neither a number nor a tensor of the parameter's shape, so a checkpoint of "
+                    "DeepSpeed, which steps many parameters in one tensor, cannot hold it; keep each tensor under a "
+                    "name of its own and numbers as numbers, or use strategy='ddp' or 'fsdp'"
+                )
         saved = {name: of_none if name == "state" else None for name in self._saves}
         others_of(key, self._optimizer, saved, is_spread=True)
 
@@ -90,3 +96,10 @@ class OptimizerView:
             )
         with self.of_engine():
             self._zero_grad(set_to_none)
+
+
+def _fits(value: Any, flat: Tensor) -> bool:
+    """Whether state of a flat tensor is that of each of its parameters: a number, or a tensor of its shape."""
+    if isinstance(value, Tensor):
+        return not value.dim() or value.shape == flat.shape
+    return value is None or isinstance(value, bool | int | float | str)

@@ -224,7 +224,7 @@ class Partitions:
             return None
         mapping = tensor._hp_mapping
         if mapping is None:
-            return _Piece(self.flats()[0][:0], 0)
+            return _Piece((self.flats()[0] if state is None else state)[:0], 0)
         at, numel = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
         return _Piece(
             (self.flats()[mapping.param_group_index] if state is None else state)[at : at + numel],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -77,6 +78,9 @@ class _OfLearner:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._reader.shape(self._own(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._reader.dtype(self._own(name))
 
     def read(self, name: str, offsets: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         return self._reader.read(self._own(name), offsets, shape)

@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.strategies.modules.model_changes import shortened
+
 
 class HiddenState(defaultdict[Tensor, Any]):
     """Stands for `optimizer.state` where user code runs. It may be cleared, as on every rank; all else raises
@@ -94,6 +96,30 @@ def of_shards(optimizers: Iterable[Optimizer], whole: Collection[int]) -> Iterat
         for optimizer in guarded:
             if isinstance(optimizer.state, StateOfShards):
                 optimizer.state.put_back(optimizer)
+
+
+def others_of(key: str, optimizer: Optimizer, saved: dict[str, Any], is_spread: bool) -> dict[str, Any]:
+    """What the `state_dict` of a class, or a hook of it, has besides state and parameter groups; as "state" what state
+    it has that is of no parameter.
+
+    Raises ValueError where it lacks these, and where `is_spread`, as each rank steps other parameters.
+    """
+    others = {name: value for name, value in saved.items() if name not in ("state", "param_groups")}
+    whose = f"the state_dict of optimizer {key!r} ({type(optimizer).__name__})"
+    if len(saved) - len(others) < 2:
+        raise ValueError(
+            f"{whose} has the keys {sorted(map(str, saved))}, but a checkpoint needs 'state' and 'param_groups' among "
+            "them; add to what super().state_dict() returns"
+        )
+    if of_none := {key: value for key, value in saved["state"].items() if not isinstance(key, int)}:
+        others["state"] = of_none
+    if others and is_spread:
+        names = [*(str(name) for name in others if name != "state"), *(f"state[{key!r}]" for key in of_none)]
+        raise ValueError(
+            f"{whose} has {shortened(sorted(names))} besides state and param_groups, which each rank has of the "
+            "parameters that it steps; keep it in the state of parameters or in param_groups, or use strategy='ddp'"
+        )
+    return others
 
 
 class ModelParameters(list[Tensor]):

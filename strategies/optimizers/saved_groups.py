@@ -1,20 +1,27 @@
-"""Parameter groups of a checkpoint, compared with those of a run."""
+"""Optimizers of a checkpoint: their groups are compared with those of a run, their state is loaded."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.modules.model_changes import shortened
-
-if TYPE_CHECKING:
-    from lockstep.strategies.checkpoint_state import Reader
+from lockstep.strategies.checkpoint_state import (
+    Reader,
+    Take,
+    is_value,
+    names_of,
+    parameter_names,
+    restore_model,
+    unpack,
+)
+from lockstep.strategies.modules.absent import is_here
 
 
 def check_optimizers(names: Iterable[str], reader: Reader) -> None:
@@ -29,28 +36,75 @@ def saves_itself(optimizer: Optimizer) -> bool:
     return type(optimizer).state_dict is not Optimizer.state_dict or bool(optimizer._optimizer_state_dict_post_hooks)
 
 
-def others_of(key: str, optimizer: Optimizer, saved: dict[str, Any], is_spread: bool) -> dict[str, Any]:
-    """What the `state_dict` of a class, or a hook of it, has besides state and parameter groups; as "state" what state
-    it has that is of no parameter.
+def restore_state(
+    model: nn.Module,
+    optimizers: dict[str, Optimizer],
+    reader: Reader,
+    take: Take,
+    owned: Mapping[int, str],
+) -> None:
+    """Load what any strategy saved, in place; without `optimizers` the weights alone.
 
-    Raises ValueError where it lacks these, and where `is_spread`, as each rank steps other parameters.
+    `owned` is as in `gather_state`. Raises KeyError or ValueError by name.
     """
-    others = {name: value for name, value in saved.items() if name not in ("state", "param_groups")}
-    whose = f"the state_dict of optimizer {key!r} ({type(optimizer).__name__})"
-    if len(saved) - len(others) < 2:
-        raise ValueError(
-            f"{whose} has the keys {sorted(map(str, saved))}, but a checkpoint needs 'state' and 'param_groups' among "
-            "them; add to what super().state_dict() returns"
+    restore_model(model, reader, take=take)
+    if not optimizers:
+        return
+    names = {**parameter_names(model), **owned}
+    check_optimizers(optimizers, reader)
+    for key, optimizer in optimizers.items():
+        saved = reader.meta["optimizers"][key]
+        add_saved_groups(model, optimizer, saved["param_groups"])
+        current = optimizer.state_dict()
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        order = [names_of(parameter, names, key) for parameter in held]
+        groups = saved_groups(reader, key, [[order[i] for i in group["params"]] for group in current["param_groups"]])
+        index, parameters = {name: i for i, name in enumerate(order)}, dict(zip(order, held, strict=True))
+        state = {
+            name: unpack(entry, partial(take, reader, like=parameters[name]))
+            for name, entry in saved["state"].items()
+            if name not in parameters or is_here(parameters[name])
+        }
+        others = unpack(saved.get("others", {}), reader.read)
+        optimizer.load_state_dict(
+            {
+                "state": {index[name]: entry for name, entry in state.items()} | others.pop("state", {}),
+                "param_groups": [
+                    taken(optimizer, key, group, now)
+                    for group, now in zip(groups, current["param_groups"], strict=True)
+                ],
+                **others,
+            }
         )
-    if of_none := {key: value for key, value in saved["state"].items() if not isinstance(key, int)}:
-        others["state"] = of_none
-    if others and is_spread:
-        names = [*(str(name) for name in others if name != "state"), *(f"state[{key!r}]" for key in of_none)]
-        raise ValueError(
-            f"{whose} has {shortened(sorted(names))} besides state and param_groups, which each rank has of the "
-            "parameters that it steps; keep it in the state of parameters or in param_groups, or use strategy='ddp'"
-        )
-    return others
+        for name, entry in state.items():
+            if parameters[name] in optimizer.state:
+                dtype = reader.dtype(f"model/{name}") if name in reader.meta["model"] else parameters[name].dtype
+                _keep_dtypes(optimizer.state, parameters[name], entry, dtype)
+
+
+def _keep_dtypes(state: Any, key: Any, saved: Any, dtype: torch.dtype) -> None:
+    """Let `state[key]` have the dtypes that were saved, where `load_state_dict` of torch, which casts to that of the
+    parameter, has cast them. `dtype` is that of the saved parameter, which what was saved in it follows."""
+    loaded = state[key]
+    if isinstance(saved, Tensor):
+        if saved.dtype not in (dtype, loaded.dtype) and is_value(loaded, saved):
+            state[key] = saved.to(loaded.device)
+    elif isinstance(saved, dict) and isinstance(loaded, dict):
+        for name in (saved.keys() & loaded.keys()) - {"step"}:  # of which torch decides by the kernels of this run
+            _keep_dtypes(loaded, name, saved[name], dtype)
+    elif isinstance(saved, list | tuple) and isinstance(loaded, list | tuple) and len(saved) == len(loaded):
+        items = dict(enumerate(loaded))
+        for i, item in enumerate(saved):
+            _keep_dtypes(items, i, item, dtype)
+        if any(items[i] is not item for i, item in enumerate(loaded)):
+            state[key] = type(loaded)(items.values())
+
+
+def saved_groups(reader: Reader, key: str, have: list[list[str]]) -> list[dict[str, Any]]:
+    """The saved parameter groups of optimizer `key`; `have` are the names in each group now, which must be the same."""
+    groups = [unpack(group, reader.read) for group in reader.meta["optimizers"][key]["param_groups"]]
+    check_saved_groups(key, groups, have)
+    return groups
 
 
 def check_saved_groups(key: str, groups: list[dict[str, Any]], have: list[list[str]]) -> None:

@@ -255,6 +255,9 @@ class _Edited:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._of(name).shape(name)
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self._of(name).dtype(name)
+
     def read(self, name: str, offsets: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         return self._of(name).read(name, offsets, shape)
 

@@ -25,7 +25,7 @@ from lockstep.strategies.methods.parameter_server.refusals import LATER, REFUSES
 from lockstep.strategies.methods.parameter_server.schedule import Schedule
 from lockstep.strategies.methods.parameter_server.server import Post
 from lockstep.strategies.methods.parameter_server.worker import Worker
-from lockstep.strategies.optimizers.saved_groups import others_of
+from lockstep.strategies.optimizers.hidden_state import others_of
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_model
 

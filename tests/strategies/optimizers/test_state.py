@@ -41,6 +41,33 @@ class Numbered(Momentum):
         return self.state[parameter][1]
 
 
+class Wide(Momentum):
+    """The state has another dtype than the parameter."""
+
+    dtype = torch.float64
+
+    def moved(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        state = self.state[parameter]
+        state["momentum"] = gradient.to(self.dtype) + 0.9 * state.get("momentum", torch.zeros_like(gradient))
+        state["momentum"] = state["momentum"].to(self.dtype)
+        return state["momentum"].to(parameter.dtype)
+
+
+class Narrow(Wide):
+    dtype = torch.bfloat16
+
+
+class Signs(Momentum):
+    """Masks, counts by element, and a tuple of both dtypes."""
+
+    def moved(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        state = self.state[parameter]
+        was, count, pair = state.get("mask", gradient > 0), state.get("count", 0), state.get("pair", (gradient, 0))
+        state["mask"], state["count"] = was ^ (gradient > 0), (gradient > 0).long() + count
+        state["pair"] = (pair[0] + gradient, (gradient.double() + pair[1]))
+        return torch.where(was, gradient, state["pair"][1].to(gradient.dtype)) / (1 + state["count"] // 2)
+
+
 class Counting(torch.optim.SGD):
     """A part of the state is of no parameter."""
 
@@ -55,13 +82,51 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("kind", [Momentum, Numbered, Counting])
+def nadam(parameters: Any) -> Optimizer:
+    return torch.optim.NAdam(parameters, lr=0.05)
+
+
+@pytest.mark.parametrize("kind", [Momentum, Numbered, Counting, Wide, Narrow, Signs])
 def test_a_resumed_run_has_the_state_of_the_one_that_was_saved(kind: type[Optimizer], tmp_path: Path) -> None:
     whole, trainer = fit(kind, tmp_path)
     resumed, again = fit(kind, tmp_path, ckpt=tmp_path / "step=3")
     assert equal(resumed, whole)
     if kind is Counting:
         assert again.optimizers[0].state["all"] == trainer.optimizers[0].state["all"]
+
+
+def test_state_in_float32_of_parameters_in_bfloat16_stays_so(tmp_path: Path) -> None:
+    whole, trainer = fit(nadam, tmp_path, precision="bf16-true")
+    resumed, again = fit(nadam, tmp_path, ckpt=tmp_path / "step=3", precision="bf16-true")
+    kinds = [
+        {name: value.dtype for name, value in entry.items()}
+        for run in (trainer, again)
+        for entry in run.optimizers[0].state.values()
+    ]
+    assert equal(resumed, whole)
+    assert all(each == kinds[0] for each in kinds)
+    assert kinds[0]["mu_product"] == torch.float32
+
+
+def test_state_in_the_dtype_of_parameters_follows_them_to_another(tmp_path: Path) -> None:
+    fit(nadam, tmp_path)
+    _, again = fit(nadam, tmp_path, ckpt=tmp_path / "step=3", precision="64-true")
+    assert all(entry["exp_avg"].dtype == torch.float64 for entry in again.optimizers[0].state.values())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_1"])
+def test_shards_of_state_keep_their_dtype(strategy: str, tmp_path: Path) -> None:
+    if strategy != "fsdp":
+        pytest.importorskip("deepspeed")
+    found = []
+    for ckpt in (None, tmp_path / "step=3"):
+        module = Stepped(Narrow)
+        save = [ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")]
+        options = {"split_batches": True, "enable_checkpointing": True, "callbacks": save}
+        quiet(strategy=strategy, devices=2, **options).fit(module, loader(48), ckpt_path=ckpt)
+        found.append(weights(module))
+    assert equal(*found)
 
 
 @pytest.mark.ranks
@@ -76,7 +141,18 @@ def test_another_strategy_reads_it(kind: type[Optimizer], tmp_path: Path) -> Non
     assert distance(weights(module), whole) < 1e-12
 
 
+class OneElement(Momentum):
+    def moved(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        self.state[parameter]["scale"] = self.state[parameter].get("scale", torch.ones(1)) * 0.5
+        return gradient * self.state[parameter]["scale"]
+
+
 REFUSED = {
+    "of one element": (
+        "deepspeed_stage_1",
+        OneElement,
+        r"optimizer '0' \(OneElement\) keeps 'scale' in the state of a parameter, which is neither",
+    ),
     "of no parameter in a pipeline": (
         "pipeline",
         Counting,
