@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.model_changes import shortened
-from lockstep.strategies.optimizers.hidden_state import others_of
-from lockstep.strategies.sync.collectives import local
+from lockstep.strategies.optimizers.hidden_state import check_held, others_of
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
@@ -110,11 +109,11 @@ def pack(value: Any, name: str, tensors: dict[str, TensorShard], shard: LocalSha
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, dict):
         if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: pack(item, f"{name}.{key}", tensors, shard) for key, item in value.items()}
+            return {key: pack(item, f"{name}.{_escaped(key)}", tensors, shard) for key, item in value.items()}
         pairs = enumerate(value.items())
         return {
             "$items": [
-                [pack(key, f"{name}.{i}.key", tensors, shard), pack(item, f"{name}.{i}", tensors, shard)]
+                [pack(key, f"{name}.{i}.key", tensors, shard), pack(item, f"{name}.{i}.value", tensors, shard)]
                 for i, (key, item) in pairs
             ]
         }
@@ -122,6 +121,11 @@ def pack(value: Any, name: str, tensors: dict[str, TensorShard], shard: LocalSha
         "state must be tensors, arrays, numbers, strings, paths, lists, tuples and dicts, but "
         f"{name} is {type(value).__module__}.{type(value).__qualname__}"
     )
+
+
+def _escaped(key: str) -> str:
+    """A key in the name of a tensor, so that "a.b" is not "b" in "a"."""
+    return key.replace("\\", "\\\\").replace(".", "\\.") if "." in key or "\\" in key else key
 
 
 def unpack(value: Any, read: Callable[[str], Tensor]) -> Any:
@@ -197,10 +201,15 @@ def gather_state(
     names = {**parameter_names(model), **owned}
     state.meta["optimizers"] = {}
     for key, optimizer in optimizers.items():
-        saved = optimizer.state_dict()
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        others = others_of(key, optimizer, saved, bool(owned) or not all(map(is_here, held)))
         order = [names_of(parameter, names, key) for parameter in held]
+        try:
+            saved = optimizer.state_dict()
+        except KeyError:
+            check_held(key, optimizer, names)
+            raise
+        is_spread = any(id(parameter) in owned or not is_here(parameter) for parameter in held)
+        others = others_of(key, optimizer, saved, is_spread)
         of_owned: LocalShard = TensorShard.whole if writes_owned else lambda tensor: None
         shards = [of_owned if id(parameter) in owned else shard for parameter in held]
         state.meta["optimizers"][key] = {
@@ -234,71 +243,6 @@ class Take(Protocol):
     """Reads a saved tensor, laid out as `like`, this run's own tensor of that meaning."""
 
     def __call__(self, reader: Reader, name: str, like: Tensor | None) -> Tensor: ...
-
-
-def restore_model(model: nn.Module, reader: Reader, take: Take) -> None:
-    """Load parameters and buffers in place, and by the module's `load_state_dict` what else its state dict has. The
-    names must be the same on both sides."""
-    own = model.state_dict()
-    check_names(own, reader)
-    held = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    others: dict[str, Any] = {}
-    with torch.no_grad():
-        for name, value in own.items():
-            if name not in reader.meta["model"]:  # frozen, and not saved
-                continue
-            if not isinstance(value, Tensor) or is_extra(name):
-                others[name] = read_extra(reader, name)
-                continue
-            check_shape(name, value.shape, reader)
-            if not is_here(value):
-                continue
-            saved = take(reader, f"model/{name}", value)
-            value.copy_(saved)
-            if _memory(value) not in held:
-                others[name] = saved
-    load_others(model, others)
-
-
-def load_others(model: nn.Module, others: dict[str, Any]) -> None:
-    """Load what is in the module's state dict besides parameters and buffers. Raises ValueError for a tensor that the
-    module does not take."""
-    if not others:
-        return
-    model.load_state_dict(others, strict=False)
-    tensors = {name: t for name, t in others.items() if isinstance(t, Tensor) and not is_extra(name)}
-    now = model.state_dict() if tensors else {}
-    for name, tensor in tensors.items():
-        if not is_value(now.get(name), tensor):
-            raise ValueError(
-                f"the state_dict of {type(model).__name__} has {name}, which is not the tensor of a parameter or "
-                "buffer, and load_state_dict does not take it; register it as a buffer, or load it in load_state_dict"
-            )
-
-
-def is_extra(name: str) -> bool:
-    """Whether it is the name in a state dict of what a module's `get_extra_state` returns."""
-    return name.rpartition(".")[2] == "_extra_state"
-
-
-def read_extra(reader: Reader, name: str) -> Any:
-    """A saved value that is not one of parameters or buffers."""
-    key, value = f"model/{name}", reader.meta["model"][name]
-    return reader.read(key) if value is None and key in reader.names(key) else unpack(value, reader.read)
-
-
-def _memory(tensor: Tensor) -> int:
-    """Where the elements are; 0 for what has no memory of one place."""
-    mine = local(tensor)
-    return mine.untyped_storage().data_ptr() if is_here(mine) and mine.layout is torch.strided else 0
-
-
-def is_value(now: Any, loaded: Tensor) -> bool:
-    """Whether `now` is a tensor with the elements of `loaded`, cast to its dtype."""
-    if not isinstance(now, Tensor) or now.shape != loaded.shape:
-        return False
-    mine, wanted = local(now), local(loaded).to(local(now))
-    return bool(((mine == wanted) | ((mine != mine) & (wanted != wanted))).all())
 
 
 def check_names(own: Iterable[str], reader: Reader) -> None:

@@ -17,14 +17,18 @@ from lockstep.strategies.checkpoint_state import (
     TensorShard,
     check_names,
     check_shape,
-    is_extra,
-    load_others,
     pack,
-    read_extra,
     unpack,
 )
 from lockstep.strategies.deepspeed.zero_step import ZeroStep
-from lockstep.strategies.optimizers.saved_groups import HOW, check_optimizers, saved_groups
+from lockstep.strategies.optimizers.saved_groups import (
+    HOW,
+    check_optimizers,
+    is_extra,
+    load_others,
+    read_extra,
+    saved_groups,
+)
 
 
 def save(wrapped: ZeroStep, optimizers: dict[str, Optimizer], topology: Topology) -> State:

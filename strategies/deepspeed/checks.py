@@ -10,15 +10,18 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.deepspeed.zero_step import ZeroStep
 from lockstep.strategies.modules.model_changes import shortened
+from lockstep.strategies.optimizers.copies import INSTEAD, Contents, steps_with
 from lockstep.strategies.optimizers.modes import has_modes
-from lockstep.strategies.optimizers.probe import probe, reads_attributes
+from lockstep.strategies.optimizers.probe import is_plain, probe, reads_attributes, steps_groups_alike
 from lockstep.strategies.precision import Precision
 from lockstep.strategies.sync.contents import checksum
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
+def check_optimizer(optimizer: Optimizer, stage: int) -> None:
     """Raise ValueError for an optimizer that would step flat pieces of the parameters differently from the whole."""
     found = probe(optimizer)
+    if found.kind == "elementwise" and not is_plain(optimizer):
+        _check_beside(optimizer)
     if found.kind != "elementwise" or not found.flattens:
         raise ValueError(
             f"ZeRO hands {type(optimizer).__name__} flat pieces of the parameters, which is exact only if it treats "
@@ -36,11 +39,30 @@ def check_optimizer(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} switches the weights between train() and eval(), but ZeRO steps copies of "
             "them that are not switched; use strategy='fsdp' or 'ddp'"
         )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if hooked := steps_with(optimizer):
         raise ValueError(
-            f"{type(optimizer).__name__} has a step hook, which would see flat pieces of the parameters; remove the "
-            "hook and override on_before_optimizer_step or on_train_batch_end"
+            f"{type(optimizer).__name__} has {hooked}, which would see flat pieces of the parameters; {INSTEAD}"
         )
+    if not steps_groups_alike(optimizer, empties=stage == 3):
+        raise ValueError(
+            f"ZeRO-{stage} steps {type(optimizer).__name__} once for each of its {len(optimizer.param_groups)} "
+            "parameter groups, and so it moves other than once for all, as an optimizer does that counts its steps "
+            "besides the state of parameters; give it one group, or use strategy='fsdp' or 'ddp'"
+        )
+
+
+def _check_beside(optimizer: Optimizer) -> None:
+    """Raise ValueError for an optimizer that knows the parameters of the model by more than its groups."""
+    if any("param_names" in group for group in optimizer.param_groups):
+        why = "has param_names in its groups"
+    elif Contents(optimizer).elsewhere:
+        why = "keeps parameters, or what goes with them, outside of param_groups and state"
+    else:
+        return
+    raise ValueError(
+        f"{type(optimizer).__name__} {why}, but ZeRO hands it flat parts of many parameters, for which that does not "
+        "hold; use parameter groups without names, or strategy='fsdp' or 'ddp'"
+    )
 
 
 def check_groups(optimizer: Optimizer) -> None:

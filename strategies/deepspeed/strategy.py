@@ -34,6 +34,7 @@ from lockstep.strategies.deepspeed.zero_step import ZeroStep, no_trace
 from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import refuse_sparse, shortened
+from lockstep.strategies.optimizers.copies import INSTEAD, steps_with
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import SharedBuffers, shared
 from lockstep.strategies.sync.call_order import END_BACKWARD, CallOrder
@@ -150,7 +151,7 @@ class DeepSpeed(SPMDStrategy[ZeroStep]):
         ((key, optimizer),) = optimizers.items()
         config = copy.deepcopy(self._config)
         if not config.get("zero_allow_untested_optimizer"):
-            check_optimizer(optimizer)
+            check_optimizer(optimizer, config["zero_optimization"]["stage"])
         check_parameters(wrapped.model, self.precision)
         refuse_sparse(wrapped.model, self.name)
         check_groups(optimizer)
@@ -242,6 +243,11 @@ class DeepSpeed(SPMDStrategy[ZeroStep]):
         assert self._view is not None
         if closure is not None:
             self._refuse("closures")
+        if hooked := steps_with(optimizer):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has got {hooked} during the run, which would see flat pieces of the "
+                f"parameters; {INSTEAD}"
+            )
         if self._view.stepped:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step was called again for the same gradient, which DeepSpeed's engine "

@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from lockstep.strategies.checkpoint_state import Reader, TensorShard, Whole
+from lockstep.strategies.optimizers.copies import names_of_kept
 from lockstep.strategies.precision import LossScaler
 from lockstep.strategies.sync.collectives import local
 
@@ -130,14 +131,25 @@ def groups_by_mesh(optimizer: Optimizer) -> Iterator[None]:
     if not any((group.get("foreach") or group.get("fused")) and len(by_mesh(group["params"])) > 1 for group in groups):
         yield
         return
-    split = [[{**group, "params": part} for part in by_mesh(group["params"])] for group in groups]
-    optimizer.param_groups = [part for parts in split for part in parts]
+    split = [
+        [
+            {
+                **group,
+                **names_of_kept(group, [any(p is mine for mine in part) for p in group["params"]]),
+                "params": part,
+            }
+            for part in by_mesh(group["params"])
+        ]
+        for group in groups
+    ]
+    whole = list(groups)
+    groups[:] = [part for parts in split for part in parts]
     try:
         yield
     finally:
-        optimizer.param_groups = groups
+        groups[:] = whole
     for group, parts in zip(groups, split, strict=True):
-        for key in {key for part in parts for key in part} - {"params"}:
+        for key in {key for part in parts for key in part} - {"params", "param_names"}:
             values = [part.get(key) for part in parts]
             if any(not _same(value, values[0]) for value in values):
                 raise RuntimeError(

@@ -145,12 +145,12 @@ class Islands(LearnerRounds["MeshModel"], ShardedStrategy):
 
     def setup_optimizers(self, wrapped: MeshModel, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         from lockstep.strategies.mesh import dtensors
-        from lockstep.strategies.optimizers.owners import needs_whole
+        from lockstep.strategies.optimizers.probe import needs_whole, probe
 
         optimizers = super().setup_optimizers(wrapped, optimizers)
         assert self._outer is not None
         outer = self._outer.optimizer
-        if needs_whole("outer", outer, self, dtensors.shard_as, dtensors.groups_by_mesh) is not None:
+        if needs_whole("outer", outer, probe(outer), self, dtensors.shard_as, dtensors.groups_by_mesh) is not None:
             raise ValueError(f"outer={type(outer).__name__} needs whole parameters, but {_WHOLE}")
         return optimizers
 

@@ -6,7 +6,8 @@ import copy
 import os
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import compress
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ class Contents:
         self.optimizers: list[Optimizer] = []
         self.generators: list[torch.Generator] = []
         self.elsewhere = False
-        """Whether attributes list parameters too, or tensors that go with them."""
+        """Whether attributes list parameters too, by their `id` or as keys as well, or tensors that go with them."""
+        self.by_id = False
+        """Whether they have the `id` of one."""
         self._seen: set[int] = set()
         self._owned: set[int] = set()
         self._optimizer(optimizer)
@@ -63,6 +66,8 @@ class Contents:
             else:
                 self.tensors.append(value)
             return
+        if isinstance(value, int) and value in self._owned:
+            self.elsewhere = self.by_id = True
         if id(value) in self._seen or isinstance(value, str | bytes | int | float | complex | type(None) | type):
             return
         self._seen.add(id(value))
@@ -77,6 +82,8 @@ class Contents:
                 raise UnknownOptimizer(f"its {name} is a function that may reach the real parameters")
         elif isinstance(value, Mapping):
             for key, item in value.items():
+                if isinstance(key, Tensor | int):
+                    self._value(key, name)
                 self._value(item, str(key) if isinstance(key, str) else name)
         elif isinstance(value, list | tuple | set | frozenset):
             self.elsewhere |= any(
@@ -113,7 +120,8 @@ def duplicate(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     its attributes."""
     if steps_by_own_code(optimizer):
         raise UnknownOptimizer("its step is replaced on the object")
-    found = Contents(optimizer).optimizers
+    contents = Contents(optimizer)
+    found = contents.optimizers
     empties = [object.__new__(type(each)) for each in found]
     memo.update({id(each): empty for each, empty in zip(found, empties, strict=True)})
     for each, empty in zip(found, empties, strict=True):
@@ -122,7 +130,39 @@ def duplicate(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
                 empty.__dict__[name] = OrderedDict()
             elif name not in REPLACED:
                 empty.__dict__[name] = value if isinstance(value, _SHARED) else copy.deepcopy(value, memo)
+    if contents.by_id:
+        ids = {id(parameter): id(memo[id(parameter)]) for parameter in contents.parameters}
+        for empty in empties:
+            _put_ids(vars(empty), ids, set())
     return empties[0]
+
+
+def _put_ids(value: Any, ids: Mapping[int, int], seen: set[int]) -> Any:
+    """`value`, in which copies of parameters are known by their own `id`; what can be changed is changed in place."""
+    if isinstance(value, int):
+        return ids.get(value, value)
+    if isinstance(value, tuple | frozenset) and not hasattr(value, "_fields"):
+        return type(value)([_put_ids(item, ids, seen) for item in value])
+    if id(value) in seen or isinstance(value, Tensor):
+        return value
+    seen.add(id(value))
+    if isinstance(value, dict):
+        items = [(_put_ids(key, ids, seen), _put_ids(item, ids, seen)) for key, item in value.items()]
+        value.clear()
+        value.update(items)
+    elif isinstance(value, set):
+        items = [_put_ids(item, ids, seen) for item in value]
+        value.clear()
+        value.update(items)
+    elif isinstance(value, list):
+        value[:] = [_put_ids(item, ids, seen) for item in value]
+    return value
+
+
+def names_of_kept(group: Mapping[str, Any], keeps: Iterable[Any]) -> dict[str, list[str]]:
+    """The `param_names` that a group of torch has beside its `params`, of those that `keeps` is true for; {} if it has
+    none."""
+    return {"param_names": [*compress(group["param_names"], keeps)]} if "param_names" in group else {}
 
 
 def steps_by_own_code(optimizer: Optimizer) -> bool:
@@ -131,6 +171,18 @@ def steps_by_own_code(optimizer: Optimizer) -> bool:
     if own is None:
         return False
     return not hasattr(own, "_wrapped_by_lr_sched") or getattr(own, "__wrapped__", None) is not type(optimizer).step
+
+
+def steps_with(optimizer: Optimizer) -> str:
+    """What of the user's runs around its step, in words: nothing (""), a hook, or a function in the place of `step`."""
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        if not all(getattr(hook, "__module__", "").startswith("lockstep.") for hook in hooks.values()):
+            return "a step hook"
+    return "another step on the object" if steps_by_own_code(optimizer) else ""
+
+
+INSTEAD = "remove it and override on_before_optimizer_step or on_train_batch_end"
+"""What to do about what `steps_with` names."""
 
 
 def plain_step(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -96,6 +96,18 @@ def of_shards(optimizers: Iterable[Optimizer], whole: Collection[int]) -> Iterat
         for optimizer in guarded:
             if isinstance(optimizer.state, StateOfShards):
                 optimizer.state.put_back(optimizer)
+
+
+def check_held(key: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    """Raise ValueError where `optimizer` has state of a parameter that it no longer holds: torch cannot save it."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    left = [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in held]
+    if left:
+        which = shortened([names.get(id(p), f"a parameter of shape {list(p.shape)}") for p in left])
+        raise ValueError(
+            f"optimizer {key!r} ({type(optimizer).__name__}) has state of {which}, but none of its parameter groups "
+            "has them, so a checkpoint cannot hold it; drop it with the group (optimizer.state.pop(parameter, None))"
+        )
 
 
 def others_of(key: str, optimizer: Optimizer, saved: dict[str, Any], is_spread: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,53 +23,16 @@ from lockstep.strategies.checkpoint_state import State, names_of, parameter_name
 from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.absent import Absent, is_here
 from lockstep.strategies.modules.parameter_hooks import share_attributes
-from lockstep.strategies.optimizers.copies import Contents
+from lockstep.strategies.optimizers.copies import INSTEAD, names_of_kept, steps_with
 from lockstep.strategies.optimizers.exchange import Exchange, Owned, Piece
 from lockstep.strategies.optimizers.hidden_state import HiddenState
 from lockstep.strategies.optimizers.modes import has_modes
 from lockstep.strategies.optimizers.numbers import changes, numbers_of, put
-from lockstep.strategies.optimizers.probe import Finding, fails_on, is_plain, probe
+from lockstep.strategies.optimizers.probe import Finding
 from lockstep.strategies.sync.collectives import all_gather, broadcast, local
 
-if TYPE_CHECKING:
-    from lockstep.strategies.spmd import SPMDStrategy
-
+_EDITS = ("", "dropped", "changed")
 _SPREAD = "the state of {} is spread over the ranks, and each has only that of the parameters that it steps"
-
-
-def needs_whole(
-    key: str,
-    optimizer: Optimizer,
-    ranks: SPMDStrategy,
-    cut: Callable[[Tensor, Tensor], Tensor],
-    around: Callable[[Optimizer], Any],
-) -> Finding | None:
-    """What `optimizer` needs if it cannot step shards; None if it can.
-
-    `cut` and `around` are those of `fails_on`. Raises ValueError for an optimizer that would step other numbers either
-    way.
-    """
-    found = probe(optimizer)
-    meshes = {getattr(p, "device_mesh", None) for group in optimizer.param_groups for p in group["params"]}
-    if is_plain(optimizer) and len(meshes) == 1:
-        return None
-    if found.kind == "elementwise" and not fails_on(optimizer, cut, around):
-        return None
-    why = ""
-    if found.kind == "unknown" or found.draws:
-        why = found.reason
-    elif Contents(optimizer).elsewhere:
-        why = "it keeps parameters, or tensors that go with them, outside of param_groups and state"
-    elif ranks.precision.scaler is not None and (found.kind == "coupled" or found.needs_all_groups):
-        why = "precision='16-mixed' scales the gradients of each rank, and not every rank steps it ('bf16-mixed' can)"
-    elif optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        why = "it has a step hook, which would see one rank's parameters only"
-    if why:
-        raise ValueError(
-            f"optimizer {key!r} ({type(optimizer).__name__}) cannot be stepped by {ranks.name}, where each "
-            f"rank holds shards of the parameters, because {why}; use strategy='ddp', or another optimizer"
-        )
-    return found
 
 
 class Owners:
@@ -95,8 +58,9 @@ class Owners:
         self._load = [0] * (1 if finding.kind == "coupled" else self._size)
         self._owned: dict[int, Owned] = {}
         self._exchange = Exchange(group)
-        self._held: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
-        """The optimizer's groups while it steps, with their parameters as user code sees them."""
+        self._held: list[tuple[dict[str, Any], list[nn.Parameter], dict[str, Any]]] = []
+        """The optimizer's groups while it steps, with their parameters as user code sees them, and their names."""
+        self._shares_numbers = finding.keeps_numbers or finding.kind == "coupled" or has_modes(optimizer)
         self._before: list[dict[str, Any]] = []
         self._gradients: dict[int, tuple[Tensor, int]] = {}
         """Those that the optimizer was given, with their version, by the `id` of what owns them."""
@@ -113,6 +77,12 @@ class Owners:
         Raises as `check_closure` does.
         """
         self.check_closure(closure)
+        if hooked := steps_with(self.optimizer):
+            raise RuntimeError(
+                f"optimizer {self._key!r} ({type(self.optimizer).__name__}) has got {hooked} during the run, which "
+                f"would see one rank's parameters only; {INSTEAD}"
+            )
+        self._before = [numbers_of(group) for group in self.optimizer.param_groups] if self._shares_numbers else []
         self._show()
         self._open()
         try:
@@ -127,13 +97,11 @@ class Owners:
             raise
         if closure is not None and self._steps_here():
             self._exchange.scatter_gradients(self._of_groups(), self._broadcast([False, self._edits()])[1])
-        if closure is None and self._finding.kind == "coupled":
-            edits = self._broadcast(self._edits() if self._steps_here() else None)
-            self._exchange.scatter_gradients(self._of_groups(), edits)
+        if closure is None:
+            self._share_edits()
         self._close(scatters=True)
         self._hide()
-        if self._finding.keeps_numbers or self._finding.kind == "coupled" or has_modes(self.optimizer):
-            self._share_numbers()
+        self._share_numbers()
 
     def check_closure(self, closure: Callable[[], Any] | None) -> None:
         """Raise ValueError for a closure where there are several owners."""
@@ -165,19 +133,34 @@ class Owners:
             self._evaluate(closure, edits)
 
     def _edits(self) -> list[str]:
-        """What the optimizer has done to each gradient since this rank gave it the parameters."""
+        """What the optimizer has done to each gradient since this rank gave it the parameters. One that edits them may
+        do so by `.data`, unseen."""
         found = []
         for each in self._of_groups():
-            gradient = each.stepped.grad
+            gradient = each.stepped.grad if is_here(each.stepped) else None
             before, version = self._gradients.get(id(each), (None, 0))
             same = gradient is before and (gradient is None or gradient._version == version)
+            same &= gradient is None or not self._finding.edits_gradients
             found.append("" if same else "dropped" if gradient is None else "changed")
         return found
+
+    def _share_edits(self) -> None:
+        """Let the gradients of what each rank holds be as the optimizer has left its own."""
+        edits = self._edits()
+        if self._finding.edits_gradients:
+            codes = all_gather(torch.tensor([_EDITS.index(edit) for edit in edits], dtype=torch.int8), self._group)
+            self._exchange.scatter_gradients(self._of_groups(), [_EDITS[code] for code in codes.amax(0).tolist()])
+        elif any(edits):
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__} has changed or dropped gradients in its step, which a copy of it did "
+                "not when the run began, so other ranks do not know of it; leave .grad as it is, or use strategy='ddp'"
+            )
 
     def _evaluate(self, closure: Callable[[], Any], edits: list[str]) -> Any:
         self._exchange.scatter_gradients(self._of_groups(), edits)
         self._close(scatters=True)
         self._hide()
+        self._share_numbers()
         loss = closure()
         self._show()
         self._open()
@@ -276,26 +259,30 @@ class Owners:
     def _open(self) -> None:
         """Bring values and gradients to the owners, and give the optimizer what this rank steps."""
         groups = self.optimizer.param_groups
-        self._held = [(group, list(group["params"])) for group in groups]
+        self._held = [
+            (group, list(group["params"]), {"param_names": group["param_names"]} if "param_names" in group else {})
+            for group in groups
+        ]
         self._exchange.gather(self._of_groups())
         self._gradients = {
             id(each): (each.stepped.grad, each.stepped.grad._version)
             for each in self._of_groups()
             if is_here(each.stepped) and each.stepped.grad is not None
         }
-        self._before = [numbers_of(group) for group in groups]
-        for group, params in self._held:
-            stepped = [self._owned[id(p)].stepped for p in params if is_here(p)]
+        for group, params, _ in self._held:
+            stepped = [self._owned[id(p)].stepped if is_here(p) else p for p in params]
+            group.update(names_of_kept(group, map(is_here, stepped)))
             group["params"][:] = filter(is_here, stepped)
         if self._finding.needs_all_groups:
-            self.optimizer.param_groups = [group for group in groups if group["params"]]
+            groups[:] = [group for group in groups if group["params"]]
 
     @torch.no_grad()
     def _close(self, scatters: bool = False) -> None:
         """Give the optimizer its sharded parameters back; with `scatters` their new values too."""
-        self.optimizer.param_groups = [group for group, _ in self._held]
-        for group, params in self._held:
+        self.optimizer.param_groups[:] = [group for group, _, _ in self._held]
+        for group, params, names in self._held:
             group["params"][:] = params
+            group.update(names)
         all_held = self._of_groups()
         if scatters:
             self._exchange.scatter(all_held)
@@ -306,7 +293,7 @@ class Owners:
                 each.stepped.data, each.stepped.grad = _without_memory(each.sharded), None
 
     def _of_groups(self) -> list[Owned]:
-        return [self._owned[id(p)] for _, params in self._held for p in params if is_here(p)]
+        return [self._owned[id(p)] for _, params, _ in self._held for p in params if is_here(p)]
 
     def _broadcast(self, value: Any, source: int = 0) -> Any:
         """The value of rank `source` of the group."""
@@ -315,20 +302,26 @@ class Owners:
         )
 
     def _share_numbers(self) -> None:
-        """Give all ranks what the step has left in the groups besides parameters, from an owner that stepped some of
-        each."""
-        owners = [[self._owned[id(p)].owner for p in params if is_here(p)] for _, params in self._held]
-        sources = [of_group[0] if of_group else 0 for of_group in owners]
-        groups = self.optimizer.param_groups
-        for source in sorted(set(sources)):
-            changed = {
-                str(i): changes(numbers_of(groups[i]), self._before[i])
-                for i, from_rank in enumerate(sources)
-                if from_rank == source
-            }
-            for i, numbers in self._broadcast(changed, source).items():
-                if source != self._rank:
-                    put(groups[int(i)], numbers)
+        """Give all ranks what the step has changed in the groups besides parameters."""
+        if self._shares_numbers:
+            share_numbers(self.optimizer.param_groups, self._before, self._group)
+            self._before = [numbers_of(group) for group in self.optimizer.param_groups]
+
+
+def share_numbers(
+    groups: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]], ranks: dist.ProcessGroup | None
+) -> None:
+    """Give all `ranks` what a step has changed in parameter groups besides parameters, each from the first rank that
+    has changed some of it: others had nothing to step there. Every rank calls it."""
+    found = [changes(numbers_of(group), held) for group, held in zip(groups, before, strict=True)]
+    changed = all_gather(torch.tensor([bool(each) for each in found], dtype=torch.int8), ranks)
+    sources = changed.argmax(0).tolist()
+    for source in sorted({rank for rank, row in zip(sources, changed.T.tolist(), strict=True) if any(row)}):
+        mine = {str(i): found[i] for i, rank in enumerate(sources) if rank == source}
+        rank = source if ranks is None else dist.get_global_rank(ranks, source)
+        for i, numbers in broadcast(mine, rank, ranks).items():
+            if rank != dist.get_rank():
+                put(groups[int(i)], numbers)
 
 
 @contextmanager

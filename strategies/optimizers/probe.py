@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +21,18 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.modules.parameter_hooks import attributes
 from lockstep.strategies.optimizers.copies import (
+    Contents,
     UnknownOptimizer,
     closure_step,
     is_of_torch,
     plain_step,
     steps_by_own_code,
+    steps_with,
 )
 from lockstep.strategies.optimizers.trials import Trial, Trials, equal, real
+
+if TYPE_CHECKING:
+    from lockstep.strategies.spmd import SPMDStrategy
 
 MAX_CHANGED = 4
 """Tensors whose gradients are changed, one at a time."""
@@ -50,6 +55,8 @@ class Finding(NamedTuple):
     """Whether its steps change numbers in its parameter groups."""
     draws: bool = False
     """Whether its steps draw random numbers."""
+    edits_gradients: bool = False
+    """Whether its steps change or drop gradients."""
 
 
 def probe(optimizer: Optimizer) -> Finding:
@@ -64,11 +71,9 @@ def probe(optimizer: Optimizer) -> Finding:
     with unset_fake_temporarily(), kept_streams(), torch.enable_grad():  # a planned run has no values
         try:
             tried = _Probe(optimizer)
-            return tried.finding()._replace(keeps_numbers=tried.keeps_numbers)
+            return tried.finding()._replace(keeps_numbers=tried.keeps_numbers, edits_gradients=tried.edits_gradients)
         except Exception as error:
-            return Finding(
-                "unknown", f"a copy of it could not be stepped ({type(error).__name__}: {_first_line(error)})"
-            )
+            return Finding("unknown", f"a copy of it could not be stepped ({_in_short(error)})")
 
 
 PLAIN = Finding("elementwise", "", flattens=True)
@@ -101,6 +106,41 @@ def _is_plain(name: str, value: Any) -> bool:
     return all(isinstance(number, int | float | None) for number in (value if isinstance(value, tuple) else (value,)))
 
 
+def needs_whole(
+    key: str,
+    optimizer: Optimizer,
+    found: Finding,
+    ranks: SPMDStrategy,
+    cut: Callable[[Tensor, Tensor], Tensor],
+    around: Callable[[Optimizer], Any],
+) -> Finding | None:
+    """What `optimizer` needs if it cannot step shards; None if it can.
+
+    `found` is what a probe of it has found; `cut` and `around` are those of `fails_on`. Raises ValueError for an optimizer that would step other numbers either
+    way.
+    """
+    meshes = {getattr(p, "device_mesh", None) for group in optimizer.param_groups for p in group["params"]}
+    if is_plain(optimizer) and len(meshes) == 1:
+        return None
+    if found.kind == "elementwise" and not fails_on(optimizer, cut, around):
+        return None
+    why = ""
+    if found.kind == "unknown" or found.draws:
+        why = found.reason
+    elif Contents(optimizer).elsewhere:
+        why = "it keeps parameters, or tensors that go with them, outside of param_groups and state"
+    elif ranks.precision.scaler is not None and (found.kind == "coupled" or found.needs_all_groups):
+        why = "precision='16-mixed' scales the gradients of each rank, and not every rank steps it ('bf16-mixed' can)"
+    elif hooked := steps_with(optimizer):
+        why = f"it has {hooked}, which would see one rank's parameters only"
+    if why:
+        raise ValueError(
+            f"optimizer {key!r} ({type(optimizer).__name__}) cannot be stepped by {ranks.name}, where each "
+            f"rank holds shards of the parameters, because {why}; use strategy='ddp', or another optimizer"
+        )
+    return found
+
+
 def fails_on(
     optimizer: Optimizer, cut: Callable[[Tensor, Tensor], Tensor], around: Callable[[Optimizer], Any] = nullcontext
 ) -> bool:
@@ -123,6 +163,15 @@ def reads_attributes(optimizer: Optimizer) -> bool:
         return _Probe(optimizer).reads_attributes()
 
 
+def steps_groups_alike(optimizer: Optimizer, empties: bool) -> bool:
+    """Whether `optimizer` steps as before where its `step` is called once for each of its groups, which then is the
+    only one, or with `empties` the only one that has parameters."""
+    if len(optimizer.param_groups) < 2 or is_plain(optimizer):
+        return True
+    with unset_fake_temporarily(), kept_streams(), torch.enable_grad():
+        return _Probe(optimizer).steps_groups_alike(empties)
+
+
 class _Probe(Trials):
     # ---- what is tried ---------------------------------------------------------------------------------
 
@@ -130,7 +179,7 @@ class _Probe(Trials):
         if not any(self._kept):
             return Finding("elementwise", "", flattens=True)
         whole = self._first()
-        self.keeps_numbers = whole.counted
+        self.keeps_numbers, self.edits_gradients = whole.counted, whole.edited
         if whole.drew:
             why = "it draws random numbers, whose order depends on which parameters it holds"
             return Finding("coupled", why, draws=True)
@@ -155,6 +204,27 @@ class _Probe(Trials):
             return not _same(whole, self.trial(bare=True))
         except Exception:  # it cannot step without them
             return True
+
+    def steps_groups_alike(self, empties: bool) -> bool:
+        whole, call = self._first(), self._call
+
+        def one_by_one(optimizer: Optimizer, closure: Callable[[], Any]) -> None:
+            groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+            for group, params in groups:
+                for other, _ in groups:
+                    other["params"][:] = params if other is group else []
+                optimizer.param_groups[:] = [other for other, _ in groups] if empties else [group]
+                call(optimizer, closure)
+            optimizer.param_groups[:] = [group for group, _ in groups]
+            for group, params in groups:
+                group["params"][:] = params
+
+        self._call = one_by_one
+        try:
+            apart = self.trial()
+        except Exception:  # it fails on groups without the others
+            return False
+        return _same(whole, apart) and equal(whole.numbers, apart.numbers)
 
     def _first(self) -> Trial:
         """The reference: of an optimizer that works so late in a run, if it does."""
@@ -203,10 +273,7 @@ class _Probe(Trials):
             try:
                 part = self.trial(alone=alone)
             except Exception as error:
-                return (
-                    f"it fails on some of its parameters without the others ({type(error).__name__}: "
-                    f"{_first_line(error)})"
-                )
+                return f"it fails on some of its parameters without the others ({_in_short(error)})"
             starts = [sum(map(len, self._kept[:g])) for g in range(len(self._kept))]
             held = [start + i for start, group in zip(starts, alone, strict=True) for i in group]
             if not all(_close(whole.moved[i], t) for i, t in zip(held, part.moved, strict=True)):
@@ -240,12 +307,19 @@ class _Probe(Trials):
         return _close(torch.cat(whole.moved).cpu(), torch.cat(found.moved).cpu())
 
     def _fails_on_empty_groups(self) -> str:
-        full = [i for i, kept in enumerate(self._kept) if kept]
-        for emptied in full:
+        """The error that it raises where a group is empty: tried with the first, and with all but it."""
+        all_of = [[*range(len(kept))] for kept in self._kept]
+        first = next(i for i, kept in enumerate(self._kept) if kept)
+        others = [kept if i == first else [] for i, kept in enumerate(all_of)]
+        tried = [
+            [[] if i == first else kept for i, kept in enumerate(all_of)],
+            *([others] if any(all_of[first + 1 :]) else []),
+        ]
+        for alone in tried:
             try:
-                self.trial(alone=[[] if i == emptied else list(range(len(kept))) for i, kept in enumerate(self._kept)])
+                self.trial(alone=alone)
             except Exception as error:
-                return f"{type(error).__name__}: {_first_line(error)}"
+                return _in_short(error)
         return ""
 
 
@@ -269,5 +343,5 @@ def _same(a: Trial, b: Trial) -> bool:
     return all(map(_close, a.moved, b.moved))
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")[:200]
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"

@@ -1,4 +1,4 @@
-"""Optimizers of a checkpoint: their groups are compared with those of a run, their state is loaded."""
+"""What a checkpoint has of a model and its optimizers: compared with those of a run, and loaded."""
 
 from __future__ import annotations
 
@@ -15,13 +15,79 @@ from torch.optim import Optimizer
 from lockstep.strategies.checkpoint_state import (
     Reader,
     Take,
-    is_value,
+    check_names,
+    check_shape,
     names_of,
     parameter_names,
-    restore_model,
     unpack,
 )
 from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.sync.collectives import local
+
+
+def restore_model(model: nn.Module, reader: Reader, take: Take) -> None:
+    """Load parameters and buffers in place, and by the module's `load_state_dict` what else its state dict has. The
+    names must be the same on both sides."""
+    own = model.state_dict()
+    check_names(own, reader)
+    held = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    others: dict[str, Any] = {}
+    with torch.no_grad():
+        for name, value in own.items():
+            if name not in reader.meta["model"]:  # frozen, and not saved
+                continue
+            if not isinstance(value, Tensor) or is_extra(name):
+                others[name] = read_extra(reader, name)
+                continue
+            check_shape(name, value.shape, reader)
+            if not is_here(value):
+                continue
+            saved = take(reader, f"model/{name}", value)
+            value.copy_(saved)
+            if _memory(value) not in held:
+                others[name] = saved
+    load_others(model, others)
+
+
+def load_others(model: nn.Module, others: dict[str, Any]) -> None:
+    """Load what is in the module's state dict besides parameters and buffers. Raises ValueError for a tensor that the
+    module does not take."""
+    if not others:
+        return
+    model.load_state_dict(others, strict=False)
+    tensors = {name: t for name, t in others.items() if isinstance(t, Tensor) and not is_extra(name)}
+    now = model.state_dict() if tensors else {}
+    for name, tensor in tensors.items():
+        if not _is_value(now.get(name), tensor):
+            raise ValueError(
+                f"the state_dict of {type(model).__name__} has {name}, which is not the tensor of a parameter or "
+                "buffer, and load_state_dict does not take it; register it as a buffer, or load it in load_state_dict"
+            )
+
+
+def is_extra(name: str) -> bool:
+    """Whether it is the name in a state dict of what a module's `get_extra_state` returns."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def read_extra(reader: Reader, name: str) -> Any:
+    """A saved value that is not one of parameters or buffers."""
+    key, value = f"model/{name}", reader.meta["model"][name]
+    return reader.read(key) if value is None and key in reader.names(key) else unpack(value, reader.read)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where the elements are; 0 for what has no memory of one place."""
+    mine = local(tensor)
+    return mine.untyped_storage().data_ptr() if is_here(mine) and mine.layout is torch.strided else 0
+
+
+def _is_value(now: Any, loaded: Tensor) -> bool:
+    """Whether `now` is a tensor with the elements of `loaded`, cast to its dtype."""
+    if not isinstance(now, Tensor) or now.shape != loaded.shape:
+        return False
+    mine, wanted = local(now), local(loaded).to(local(now))
+    return bool(((mine == wanted) | ((mine != mine) & (wanted != wanted))).all())
 
 
 def check_optimizers(names: Iterable[str], reader: Reader) -> None:
@@ -87,7 +153,7 @@ def _keep_dtypes(state: Any, key: Any, saved: Any, dtype: torch.dtype) -> None:
     parameter, has cast them. `dtype` is that of the saved parameter, which what was saved in it follows."""
     loaded = state[key]
     if isinstance(saved, Tensor):
-        if saved.dtype not in (dtype, loaded.dtype) and is_value(loaded, saved):
+        if saved.dtype not in (dtype, loaded.dtype) and _is_value(loaded, saved):
             state[key] = saved.to(loaded.device)
     elif isinstance(saved, dict) and isinstance(loaded, dict):
         for name in (saved.keys() & loaded.keys()) - {"step"}:  # of which torch decides by the kernels of this run

@@ -32,10 +32,11 @@ class ShardedOptimizers(SPMDStrategy["MeshModel"]):
 
     def setup_optimizers(self, wrapped: MeshModel, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         from lockstep.strategies.mesh import dtensors
-        from lockstep.strategies.optimizers.owners import Owners, needs_whole
+        from lockstep.strategies.optimizers.owners import Owners
+        from lockstep.strategies.optimizers.probe import needs_whole, probe
 
         needs = {
-            key: needs_whole(key, optimizer, self, dtensors.shard_as, dtensors.groups_by_mesh)
+            key: needs_whole(key, optimizer, probe(optimizer), self, dtensors.shard_as, dtensors.groups_by_mesh)
             for key, optimizer in optimizers.items()
         }
         attached = super().setup_optimizers(wrapped, optimizers)

@@ -22,12 +22,15 @@ from lockstep.strategies.optimizers.copies import (
     duplicate,
     make_it_move,
     make_older,
+    names_of_kept,
     plain_step,
     step_counts,
 )
 
-MAX_DIM = 136
+MAX_DIM = 144
 """Dimensions of the small tensors: above 128, up to which some optimizers take a matrix for a vector."""
+BLOCK = 256
+"""Some quantize state in blocks of so many elements, and only of tensors of several thousand."""
 KEPT_PER_GROUP = 3
 SCALES = (1.0, 100.0, 0.01, 1.0, 10.0, 1.0)
 """Factors of the gradient in each step: thresholds (clipping, trust regions) are crossed in both directions."""
@@ -47,6 +50,8 @@ class Trial(NamedTuple):
     """Whether random numbers were drawn."""
     counted: bool
     """Whether numbers in the groups changed."""
+    edited: bool
+    """Whether a step changed or dropped gradients."""
 
 
 class Trials:
@@ -59,7 +64,7 @@ class Trials:
         self._ages: tuple[int, ...] = AGES
         self._aging: frozenset[Name] | None = None
         """What counts steps, as the first trial has shown; of some of the parameters another number may look so."""
-        self.keeps_numbers = False
+        self.keeps_numbers = self.edits_gradients = False
         walk = Contents(optimizer)
         self._parameters = walk.parameters
         self._trimmed = self._trims(walk)
@@ -87,7 +92,9 @@ class Trials:
         index = 0
         for g, (group, kept) in enumerate(zip(trial.param_groups, self._kept, strict=True)):
             chosen = [group["params"][i] for i in kept]
+            names = [group["param_names"][i] for i in kept] if "param_names" in group else []
             stays: list[Tensor] = []
+            of_these: list[str] = []
             for i, tensor in enumerate(chosen):
                 signal = self._signals[index]
                 if bare:
@@ -98,13 +105,14 @@ class Trials:
                 if alone is None or i in alone[g]:
                     cut = [tensor] if pieces is None or not tensor.dim() else self._cut(trial, tensor, pieces)
                     stays += cut
+                    of_these += names[i : i + 1] * len(cut)
                     for j, piece in enumerate(cut):
                         own = signal if piece is tensor else [pieces(s)[j] for s in signal]  # type: ignore[misc]
                         gradients[id(piece)] = own
                 index += 1
             group["params"][:] = stays
-            if "param_names" in group:
-                group["param_names"] = [f"{g}.{i}" for i in range(len(stays))]
+            if names:
+                group["param_names"] = of_these
             tensors += stays
             make_it_move(group)
         if callable(train := getattr(trial, "train", None)):
@@ -117,6 +125,7 @@ class Trials:
         seed_streams(7)
         states = stream_states()
         counts: list[dict[Place, float]] = []
+        edited = False
         for step, (k, scale) in enumerate([*enumerate(SCALES), *[*enumerate(SCALES[:3])] * len(self._ages)]):
             late, first = divmod(step - len(SCALES), 3)
             if late >= 0 and not first:
@@ -132,7 +141,13 @@ class Trials:
                 return loss.requires_grad_()
 
             closure()
+            given = [t.grad for t in tensors if t.grad is not None]
+            copies = [gradient.clone() for gradient in given]
             self._call(duplicate, closure)
+            edited |= any(
+                t.grad is not g or not torch.equal(_values(g), _values(c))
+                for t, g, c in zip(tensors, given, copies, strict=True)
+            )
             if self._aging is None:
                 counts.append(step_counts(duplicate))
                 if step == len(SCALES) - 1:
@@ -142,7 +157,7 @@ class Trials:
         drew = has_drawn(states) or any(not torch.equal(g.get_state(), s) for g, s in self._generators)
         moved = [(t.detach() - b).flatten() for t, b in zip(tensors, before, strict=True)]
         numbers = group_numbers(duplicate)
-        return Trial(moved, numbers, drew, not equal(at_first, numbers))
+        return Trial(moved, numbers, drew, not equal(at_first, numbers), edited)
 
     def fails_on(self, cut: Callable[[Tensor, Tensor], Tensor], around: Callable[[Optimizer], Any]) -> bool:
         for call in (plain_step, closure_step):
@@ -168,8 +183,8 @@ class Trials:
             for i, parameter in enumerate(real["params"]):
                 layouts.setdefault((type(parameter.data), getattr(parameter, "placements", None)), i)
             chosen = sorted({*kept, *layouts.values()}) if self._trimmed else kept
+            group.update(names_of_kept(group, [i in chosen for i in range(len(group["params"]))]))
             group["params"][:] = [group["params"][i] for i in chosen]
-            group.pop("param_names", None)
             make_it_move(group)
         if callable(train := getattr(trial, "train", None)):
             train()
@@ -210,7 +225,7 @@ class Trials:
 
     def _chosen(self, group: dict[str, Any]) -> list[int]:
         """Which parameters of a group are tried: the largest and the smallest, and one of each number of dimensions
-        and with each attribute that user code has set."""
+        with each attribute that user code has set and each last part of a name."""
         params = group["params"]
         if not self._trimmed:
             return list(range(len(params)))
@@ -220,6 +235,8 @@ class Trials:
             chosen += [i for i in order if params[i].dim() == dim][:2]
         named: dict[str, int] = {}
         for i in order:
+            if "param_names" in group:
+                named.setdefault(f".{group['param_names'][i].rpartition('.')[2]}", i)
             named.update(dict.fromkeys(attributes(params[i]).keys() - named.keys(), i))
         return sorted({*chosen[:KEPT_PER_GROUP], *order[-1:], *named.values()})
 
@@ -243,11 +260,16 @@ class Trials:
     def _like(self, parameter: Tensor) -> tuple[list[int], torch.dtype, Any]:
         """Shape, dtype and device of what stands for a parameter."""
         dtype = torch.complex128 if parameter.is_complex() else torch.float64
-        return (
-            [min(size, self._largest) for size in parameter.shape],
-            dtype,
-            "cpu" if parameter.is_meta else parameter.device,
-        )
+        return self._small(parameter.shape), dtype, "cpu" if parameter.is_meta else parameter.device
+
+    def _small(self, shape: torch.Size) -> list[int]:
+        """What stands for a shape: its largest dimension is larger where others are small, in whole blocks."""
+        small = [min(size, self._largest) for size in shape]
+        if self._largest == MAX_DIM and shape.numel() > math.prod(small):
+            i = max(range(len(shape)), key=shape.__getitem__)
+            others = math.prod(small) // small[i]
+            small[i] = min(shape[i], max(small[i], MAX_DIM**2 // others // BLOCK * BLOCK))
+        return small
 
     def _memo(self) -> dict[int, Any]:
         """For `deepcopy`: what each parameter becomes, and what is not copied."""
@@ -265,25 +287,30 @@ class Trials:
         self._generators = [(each.clone_state(), each.get_state()) for each in walk.generators]
         memo.update({id(each): clone for each, (clone, _) in zip(walk.generators, self._generators, strict=True)})
         for parameter in self._parameters:  # a copy each, as an optimizer may write to them
-            vars(memo[id(parameter)]).update(copy.deepcopy(_attributes(parameter, largest), memo))
+            vars(memo[id(parameter)]).update(copy.deepcopy(_attributes(parameter, self._small(parameter.shape)), memo))
         shapes = {tuple(parameter.shape) for parameter in self._parameters}
         for tensor in walk.tensors:
             if id(tensor) in memo or (tensor.numel() <= 1 and not hasattr(tensor, "full_tensor")):
                 continue
             if any(size > largest for size in tensor.shape) or tuple(tensor.shape) in shapes:
-                small = tensor.detach()[tuple(slice(0, largest) for _ in tensor.shape)]
+                sizes = self._small(tensor.shape) if tuple(tensor.shape) in shapes else [largest] * tensor.dim()
+                small = tensor.detach()[tuple(map(slice, sizes))]
                 small = (small.full_tensor() if hasattr(small, "full_tensor") else small).clone()
                 memo[id(tensor)] = small.double() if small.is_floating_point() else small
         return memo
 
 
-def _attributes(parameter: Tensor, largest: int) -> dict[str, Any]:
+def _attributes(parameter: Tensor, sizes: list[int]) -> dict[str, Any]:
     """What user code has set on a parameter; of a tensor of its shape the part that goes with the small one."""
-    few = tuple(slice(0, largest) for _ in parameter.shape)
+    few = tuple(map(slice, sizes))
     return {
         name: value.detach()[few] if isinstance(value, Tensor) and value.shape == parameter.shape else value
         for name, value in attributes(parameter).items()
     }
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return tensor._values() if tensor.is_sparse else tensor
 
 
 def group_numbers(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.checkpoint_state import names_of, parameter_names
 from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.optimizers.copies import INSTEAD, names_of_kept, steps_with
 from lockstep.strategies.optimizers.hidden_state import HiddenState
-from lockstep.strategies.optimizers.owners import Owners, needs_whole
-from lockstep.strategies.optimizers.probe import Finding, probe
+from lockstep.strategies.optimizers.numbers import numbers_of
+from lockstep.strategies.optimizers.owners import Owners, share_numbers
+from lockstep.strategies.optimizers.probe import Finding, needs_whole, probe
 from lockstep.strategies.pipeline.staged_module import Staged
 from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value, local, sum_gradients
 
@@ -55,20 +57,25 @@ def shown(optimizers: Iterable[Optimizer], owners: Container[int] = ()) -> Itera
 
 def find_needs(
     wrapped: Staged, optimizers: Mapping[str, Optimizer], ranks: SPMDStrategy, num_stage_ranks: int
-) -> dict[str, Finding]:
-    """What those optimizers need that cannot step this rank's shards; empty if stages are whole. Raises ValueError, on
-    all ranks alike, for an optimizer that would step other numbers."""
-    found = {}
+) -> tuple[dict[str, Finding], set[int]]:
+    """What those optimizers need that cannot step this rank's shards; empty if stages are whole. And the ids of those
+    whose steps change numbers in their groups. Raises ValueError, on all ranks alike, for an optimizer that would step
+    other numbers."""
+    needs: dict[str, Finding] = {}
+    keeps_numbers: set[int] = set()
     for key, optimizer in optimizers.items():
-        check_optimizer(wrapped, key, optimizer, num_stage_ranks)
+        found = probe(optimizer)
+        check_optimizer(wrapped, key, optimizer, found, num_stage_ranks)
+        if found.keeps_numbers:
+            keeps_numbers.add(id(optimizer))
         if wrapped.shards is None:
             continue
         from lockstep.strategies.mesh import dtensors
 
-        needed = needs_whole(key, optimizer, ranks, dtensors.shard_as, dtensors.groups_by_mesh)
+        needed = needs_whole(key, optimizer, found, ranks, dtensors.shard_as, dtensors.groups_by_mesh)
         if needed is not None:
-            found[key] = needed
-    return found
+            needs[key] = needed
+    return needs, keeps_numbers
 
 
 def make_owners(
@@ -82,21 +89,17 @@ def make_owners(
     }
 
 
-def check_optimizer(wrapped: Staged, key: str, optimizer: Optimizer, num_stage_ranks: int) -> None:
+def check_optimizer(wrapped: Staged, key: str, optimizer: Optimizer, found: Finding, num_stage_ranks: int) -> None:
     """Raise ValueError, on all ranks alike, for an optimizer that would step other numbers on the parameters of one
     rank's stages."""
-    called, found = f"optimizer {key!r} ({type(optimizer).__name__})", probe(optimizer)
+    called = f"optimizer {key!r} ({type(optimizer).__name__})"
     if found.kind in ("coupled", "unknown"):
         raise ValueError(
             f"{called} cannot be stepped in a pipeline, where each rank holds the parameters of its stages, because "
             f"{found.reason}; use an optimizer that treats parameters one by one, or strategy='ddp'"
         )
-    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
-        if hooks:
-            raise ValueError(
-                f"{called} has a step hook, which would see one rank's parameters only; "
-                "remove the hook and override on_before_optimizer_step or on_train_batch_end"
-            )
+    if hooked := steps_with(optimizer):
+        raise ValueError(f"{called} has {hooked}, which would see one rank's parameters only; {INSTEAD}")
     names = parameter_names(wrapped.model)
     for i, group in enumerate(optimizer.param_groups if found.needs_all_groups else ()):
         ranks = {rank for p in group["params"] for rank in wrapped.tensors.ranks_of_name(names_of(p, names, key))}
@@ -110,14 +113,36 @@ def check_optimizer(wrapped: Staged, key: str, optimizer: Optimizer, num_stage_r
 @contextmanager
 def own_parameters(optimizer: Optimizer) -> Iterator[None]:
     """While it lasts the groups of `optimizer` hold what this rank does."""
-    groups = [(group, group["params"]) for group in optimizer.param_groups]
-    for group, parameters in groups:
-        group["params"] = [p for p in parameters if is_here(p)]
+    groups: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (group, {key: group[key] for key in ("params", "param_names") if key in group})
+        for group in optimizer.param_groups
+    ]
+    for group, held in groups:
+        group.update(names_of_kept(group, map(is_here, held["params"])))
+        group["params"] = [p for p in held["params"] if is_here(p)]
     try:
         yield
     finally:
-        for group, parameters in groups:
-            group["params"] = parameters
+        for group, held in groups:
+            group.update(held)
+
+
+@contextmanager
+def numbers_alike(optimizer: Optimizer, keeps_numbers: bool, pipeline: dist.ProcessGroup | None) -> Iterator[None]:
+    """Around a step: with `keeps_numbers` the groups of `optimizer` hold afterwards on all ranks what one has changed
+    besides parameters, as those without parameters of a group may not. Raises RuntimeError for what has come around
+    its step since set-up."""
+    if hooked := steps_with(optimizer):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has got {hooked} during the run, which would see one rank's parameters only; "
+            f"{INSTEAD}"
+        )
+    if not keeps_numbers:
+        yield
+        return
+    before = [numbers_of(group) for group in optimizer.param_groups]
+    yield
+    share_numbers(optimizer.param_groups, before, pipeline)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from lockstep.strategies.pipeline.optimizers import (
     find_needs,
     held_here,
     make_owners,
+    numbers_alike,
     show,
     shown,
     sum_ranks,
@@ -88,6 +89,8 @@ class StagedStrategy(SPMDStrategy[Staged]):
         self._steps_seen = 0
         self._engines: Engines | None = None
         self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._keeps_numbers: set[int] = set()
+        """The `id` of those whose steps change numbers in their groups."""
 
     @property
     def num_parts(self) -> int:
@@ -134,6 +137,7 @@ class StagedStrategy(SPMDStrategy[Staged]):
         for optimizer in self._optimizers:
             show(optimizer)
         self._optimizers.clear()
+        self._keeps_numbers = set()
         self._engines, self._ranks = None, PipelineRanks()
 
     def wrap(self, model: nn.Module) -> Staged:
@@ -169,7 +173,7 @@ class StagedStrategy(SPMDStrategy[Staged]):
 
         Their groups continue listing all, so that hooks find none missing silently.
         """
-        needs = find_needs(wrapped, optimizers, self, self.num_stage_ranks)
+        needs, self._keeps_numbers = find_needs(wrapped, optimizers, self, self.num_stage_ranks)
         self._optimizers.update(optimizers.values())
         with shown(optimizers.values()):
             optimizers = super().setup_optimizers(wrapped, optimizers)
@@ -195,7 +199,8 @@ class StagedStrategy(SPMDStrategy[Staged]):
     def optimizer_step(self, wrapped: Staged, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         if id(optimizer) in self._owners:
             self._owners[id(optimizer)].check_closure(closure)
-        with self.open_optimizer(wrapped, optimizer) as held:
+        around = numbers_alike(optimizer, id(optimizer) in self._keeps_numbers, self._ranks.group)
+        with around, self.open_optimizer(wrapped, optimizer) as held:
             return super().optimizer_step(wrapped, held, closure)
 
     def open_optimizer(self, wrapped: Staged, optimizer: Optimizer) -> AbstractContextManager[Optimizer]:

@@ -180,3 +180,48 @@ def test_state_that_a_checkpoint_cannot_hold_is_refused_by_name(what: str, tmp_p
     run = quiet(strategy=strategy, devices=2, enable_checkpointing=True, default_root_dir=tmp_path)
     with pytest.raises(ValueError, match=message):
         run.fit(Stepped(kind), loader(48))
+
+
+class DropsAGroup(Stepped):
+    def __init__(self) -> None:
+        super().__init__(torch.optim.AdamW)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([{"params": self.net[i].parameters()} for i in (0, 3)], lr=0.01)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.net[0].requires_grad_(False)
+            del self.trainer.optimizers[0].param_groups[0]
+
+
+def test_state_of_a_group_that_was_dropped_is_named(tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, every_n_train_steps=3)
+    run = quiet(callbacks=[save], enable_checkpointing=True)
+    with pytest.raises(ValueError, match=r"'0' \(AdamW\) has state of net.0.weight, net.0.bias, but none of its param"):
+        run.fit(DropsAGroup(), loader(48))
+
+
+class OwnKeys(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"seen": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
+
+
+class BesideMuon(Stepped):
+    def __init__(self) -> None:
+        super().__init__(OwnKeys)
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.dim() == 2]
+        rest = [p for p in self.parameters() if p.dim() != 2]
+        return torch.optim.Muon(matrices, lr=0.02), OwnKeys(rest, lr=0.05)
+
+
+@pytest.mark.ranks
+def test_own_keys_beside_an_optimizer_of_whole_tensors_are_saved(tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, save_last=True)
+    quiet(strategy="fsdp", devices=2, callbacks=[save], enable_checkpointing=True).fit(BesideMuon(), loader(48))
+    assert (tmp_path / "last").exists()

@@ -199,3 +199,24 @@ def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytes
     quiet().validate(net(), loader(8), ckpt_path="~/mine", verbose=False)
     quiet(default_root_dir="~/runs", enable_checkpointing=True).fit(net(), loader(8))
     assert (home / "runs").is_dir() and not list(here.iterdir())
+
+
+def test_keys_with_dots_have_tensors_of_their_own() -> None:
+    value = {
+        "net": {"0.w": torch.zeros(2), "0": {"w": torch.ones(2)}},
+        "net.0": {"w": torch.full((2,), 2.0)},
+        "net\\.0": {"w": torch.full((2,), 3.0)},
+        1: {"key": torch.full((2,), 4.0)},
+        (torch.full((2,), 5.0),): 6,
+    }
+    tensors: dict[str, TensorShard] = {}
+    packed = pack(value, "state", tensors)
+    assert len(tensors) == 6
+    again = unpack(packed, lambda name: tensors[name].tensor)
+    assert again["net"]["0.w"][0] == 0 and again["net"]["0"]["w"][0] == 1 and again["net.0"]["w"][0] == 2
+    assert again["net\\.0"]["w"][0] == 3 and again[1]["key"][0] == 4
+
+
+def test_a_state_of_before_keys_were_escaped_is_read() -> None:
+    old = {"net": {"0.w": {"$tensor": "state.net.0.w"}}}
+    assert unpack(old, {"state.net.0.w": torch.ones(1)}.__getitem__)["net"]["0.w"] == 1
