@@ -116,8 +116,8 @@ def needs_whole(
 ) -> Finding | None:
     """What `optimizer` needs if it cannot step shards; None if it can.
 
-    `found` is what a probe of it has found; `cut` and `around` are those of `fails_on`. Raises ValueError for an optimizer that would step other numbers either
-    way.
+    `found` is what a probe of it has found; `cut` and `around` are those of `fails_on`. Raises ValueError for an
+    optimizer that would step other numbers either way.
     """
     meshes = {getattr(p, "device_mesh", None) for group in optimizer.param_groups for p in group["params"]}
     if is_plain(optimizer) and len(meshes) == 1:
