@@ -61,7 +61,7 @@ def _check_beside(optimizer: Optimizer) -> None:
         return
     raise ValueError(
         f"{type(optimizer).__name__} {why}, but ZeRO hands it flat parts of many parameters, for which that does not "
-        "hold; use parameter groups without names, or strategy='fsdp' or 'ddp'"
+        "hold; set options in groups without names, or use strategy='fsdp' or 'ddp'"
     )
 
 
