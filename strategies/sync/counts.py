@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.strategies.launch.program.functions import named_by
+from lockstep.strategies.launch.program.values import attributes_of
 
 _MOST_LOOKS = 4
 _MOST = 64
@@ -248,5 +249,5 @@ def _numbers_in(name: str, value: Any, seen: set[int], depth: int) -> Iterator[t
 
 
 def _attributes(owner: Any) -> list[tuple[str, Any]]:
-    held = getattr(owner, "__dict__", {}).items()
+    held = attributes_of(owner).items()
     return [(k, value) for k, value in held if k not in _OF_MODULES and not k.startswith(_OF_DEEPSPEED)]
