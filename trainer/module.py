@@ -355,7 +355,7 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
     def device(self) -> torch.device:
         """Where this rank computes."""
         if self._trainer is not None and self._trainer._run.active:
-            return vars(self).get("replica_device") or self._trainer.strategy.topology.device
+            return self._trainer.strategy.topology.device
         return next((t.device for t in [*self.parameters(), *self.buffers()]), torch.device("cpu"))
 
     @classmethod

@@ -288,8 +288,10 @@ class _Noted:
         self._begin()
         return self._step(batch, batch_idx)
 
-    def rebind(self, on: Callable[[Callable[..., Any]], Callable[..., Any]]) -> _Noted:
-        return _Noted(on(self._step), self._mode, self._mode.places.begin_slice)
+    def of_slice(self) -> _Noted:
+        """The step for slices of a micro-batch after the first."""
+        step = self._step.of_slice() if hasattr(self._step, "of_slice") else self._step
+        return _Noted(step, self._mode, self._mode.places.begin_slice)
 
 
 def _parts(run: RunState, window: Window, mode: TrialMode) -> Iterator[Window]:

@@ -1,1 +1,1 @@
-"""Data parallelism of one process: replicas of the model in threads."""
+"""Data parallelism of one process: slices of a batch share all objects of the program."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,12 +38,12 @@ def restore_streams(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def has_drawn(states: Mapping[str, Any], apart: Collection[str] = ()) -> bool:
-    """Whether any generator, `apart` from those of these names, has moved since `stream_states` returned `states`."""
-    now, of_torch = stream_states(), {"torch", "cuda"}.difference(apart)
+def has_drawn(states: Mapping[str, Any]) -> bool:
+    """Whether any generator has moved since `stream_states` returned `states`."""
+    now = stream_states()
     return (
-        (now.keys() ^ states.keys()) - {*apart} != set()
-        or any(not torch.equal(now[name], states[name]) for name in now.keys() & of_torch)
+        now.keys() != states.keys()
+        or any(not torch.equal(now[name], states[name]) for name in now.keys() & {"torch", "cuda"})
         or now["python"] != states["python"]
         or repr(now["numpy"][2:]) != repr(states["numpy"][2:])
         or not np.array_equal(now["numpy"][1], states["numpy"][1])

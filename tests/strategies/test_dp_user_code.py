@@ -19,7 +19,6 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from lockstep import CombinedLoader, Module
 from lockstep.strategies import Loss
 from lockstep.strategies.data.sample_axis import SampleCutter
-from lockstep.strategies.dp.replicas import replica
 from lockstep.strategies.modules.absent import Refusing
 from tests.trainer.toy import data, distance, loader, quiet, weights
 
@@ -182,7 +181,19 @@ class Penalized(Plain):
         return F.cross_entropy(logits, batch[1]) + slope.square().sum(1).mean()
 
 
-@pytest.mark.parametrize("kind", [Counts, Follows, Keeps, Hooked, Unfreezes, Recurrent, Penalized])
+class Forward(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.func.jvp(self.net, (batch[0],), (batch[0],))[1].square().sum(1).mean()
+
+
+class Dual(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.autograd.forward_ad.dual_level():
+            return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which torch.func.jvp runs into
+@pytest.mark.parametrize("kind", [Counts, Follows, Keeps, Hooked, Unfreezes, Recurrent, Penalized, Forward, Dual])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_user_code_does_has_the_effect_of_one_device(kind: type[Plain], accumulate: int) -> None:
     both(kind, accumulate_grad_batches=accumulate)
@@ -224,22 +235,9 @@ class Closure(Plain):
         self.net[1].register_forward_hook(lambda module, args, output: kept.append(output))
 
 
-class Forward(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return torch.func.jvp(self.net, (batch[0],), (batch[0],))[1].square().mean()
-
-
-class Dual(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch.autograd.forward_ad.dual_level():
-            return super().training_step(batch, batch_idx)
-
-
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Forward, "forward-mode AD .* has one level for all threads"),
-        (Dual, "forward-mode AD .* has one level for all threads"),
         (Collects, "seen was set by training_step, which strategy 'dp' runs on slices"),
         (Remembers, "last was set by training_step, which strategy 'dp' runs on slices"),
         (Tracks, "training_step changed the buffer mean by the samples of a slice"),
@@ -371,14 +369,7 @@ def test_a_square_batch_with_its_samples_last_is_refused() -> None:
         quiet(strategy="dp", devices=2, accelerator="cpu").fit(Plain(), train_loader)
 
 
-def test_a_replica_has_the_weights_of_recurrent_layers_of_its_own() -> None:
-    model = nn.Sequential(nn.GRU(2, 3))
-    copied = replica(model, torch.device("cpu"))
-    copied[0](torch.zeros(1, 1, 2))[0].sum().backward()  # type: ignore[index]
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_replica_answers_with_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_sees_the_device_of_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[torch.device] = []
 
     class Asks(Plain):
@@ -386,17 +377,14 @@ def test_a_replica_answers_with_its_own_device(monkeypatch: pytest.MonkeyPatch) 
             devices.append(self.device)
             return super().training_step(batch, batch_idx)
 
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            devices.append(self.device)
+
     import lockstep.strategies.dp.strategy as dp
 
-    def named(model: nn.Module, device: torch.device) -> nn.Module:
-        made = replica(model, device)
-        for module in made.modules():
-            vars(module)["replica_device"] = torch.device("cpu", 1)  # as on a second GPU
-        return made
-
-    monkeypatch.setattr(dp, "replica", named)
+    monkeypatch.setattr(dp, "nth_device", lambda kind, index: torch.device(kind, index))  # as on two GPUs
     quiet(strategy="dp", devices=2, accelerator="cpu", max_steps=1).fit(Asks(), loader(8))
-    assert set(devices) == {torch.device("cpu"), torch.device("cpu", 1)}
+    assert devices == [torch.device("cpu", 0), torch.device("cpu", 1), torch.device("cpu")]
 
 
 @pytest.mark.parametrize("way", ["items", "values", "keys", "log_dict"])

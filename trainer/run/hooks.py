@@ -7,7 +7,7 @@ import difflib
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -291,10 +291,6 @@ class Adapted:
         options = {} if self.keyword is None else {self.keyword: args[-1]}
         return self.method(*args[: self.takes], **options)
 
-    def rebind(self, bound: Callable[[Callable], Callable]) -> Adapted:
-        """The same for what `bound` makes of the method (a replica's)."""
-        return replace(self, method=bound(self.method))
-
 
 @dataclass(frozen=True)
 class InDict:
@@ -305,9 +301,6 @@ class InDict:
     def __call__(self, *args: Any) -> Any:
         output = self.step(*args)
         return {"loss": output} if isinstance(output, Tensor) else output
-
-    def rebind(self, bound: Callable[[Callable], Callable]) -> InDict:
-        return replace(self, step=bound(self.step))
 
 
 def training_step_of(module: Module) -> Callable:

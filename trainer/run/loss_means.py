@@ -47,9 +47,9 @@ class FirstSteps:
             self._last = _means(output), samples, batch_idx
         return output
 
-    def rebind(self, bound: Callable[[Callable], Callable]) -> Callable:
-        """What `bound` makes of the step (a replica's), whose losses are not read."""
-        return bound(self._step)
+    def of_slice(self) -> Callable:
+        """The step for slices of a micro-batch after the first, whose losses are not read."""
+        return self._step
 
     def _compare(self, found: list[float | Tensor], samples: float, batch_idx: int) -> None:
         means = [*map(float, found)]

@@ -146,25 +146,32 @@ def _restorers(held: Any) -> list[Callable[[], None]]:
         data = {name: value for name, value in vars(held).items() if isinstance(value, (*_LEAVES, tuple, frozenset))}
         data = {name: value for name, value in data.items() if not name.startswith("__")}
         return [] if _is_other(held.__module__) else [partial(_put_attributes, held, data, type.__setattr__)]
-    for base in (OrderedDict, dict, list, set, deque):
-        if isinstance(held, base):
-            return [partial(_refill, held, base, _content(held, base))]
+    base = base_of(held)
+    if base is not None:
+        return [partial(refill, held, base, content_of(held, base))]
     in_slots = {name: getattr(held, name) for name in slots(kind) if hasattr(held, name)}
     return [partial(_put_attributes, held, in_slots, object.__setattr__)] if in_slots else []
 
 
-def _content(held: Any, base: Any) -> list[Any]:
+def base_of(value: Any) -> Any:
+    """The container that it is or that its class is made of; None of another object."""
+    return next((base for base in (OrderedDict, dict, list, set, deque) if isinstance(value, base)), None)
+
+
+def content_of(held: Any, base: Any) -> list[Any]:
     """By no code of its class; of a dict keys and values in turn."""
     return [part for item in base.items(held) for part in item] if issubclass(base, dict) else [*base.__iter__(held)]
 
 
-def _refill(held: Any, base: Any, before: list[Any]) -> None:
-    now = _content(held, base)
+def refill(held: Any, base: Any, before: list[Any]) -> None:
+    """Give a container the content that it had, by no code of its class."""
+    now = content_of(held, base)
     if len(now) == len(before) and all(map(operator.is_, now, before)):
         return
     base.clear(held)
     if issubclass(base, dict):
-        base.update(held, zip(before[::2], before[1::2], strict=True))
+        for key, item in zip(before[::2], before[1::2], strict=True):
+            base.__setitem__(held, key, item)
     else:
         (base.update if base is set else base.extend)(held, before)
 

@@ -145,6 +145,21 @@ def put_attribute(owner: Any, name: str, value: Any) -> None:
         place.__set__(owner, value)
 
 
+def put_attributes(owner: Any, held: dict[str, Any], attributes: Callable[[Any], dict[str, Any]]) -> None:
+    """Let it have these of the attributes that `attributes` gives, and no others."""
+    kind: Any = type(owner)
+    now = attributes(owner)
+    for name in now.keys() - held.keys():
+        place = slots(kind).get(name)
+        if place is None:
+            del vars(owner)[name]
+        else:
+            place.__delete__(owner)
+    for name, item in held.items():
+        if name not in now or now[name] is not item:
+            put_attribute(owner, name, item)
+
+
 def _is_a_librarys_tuple(value: Any, is_own: Callable[[type], bool]) -> bool:
     """Whether it is of a library's subclass of tuple with a state of its own, as `unittest.mock.call` is, which a copy
     of its items would lose."""

@@ -1,4 +1,4 @@
-"""What surrounds a call of `fit` and would not hold elsewhere is refused, on ranks and in threads."""
+"""What surrounds a call of `fit` and would not hold elsewhere is refused, on ranks and in slices."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -37,7 +37,7 @@ def test_a_context_around_the_run_is_refused(name: str) -> None:
     assert sentence in str(error.value)
     module = net()
     before = weights(module)
-    with context(), pytest.raises(ValueError, match="the threads of strategy 'dp' do not compute within") as error:
+    with context(), pytest.raises(ValueError, match="the slices of strategy 'dp' do not compute within") as error:
         quiet(strategy="dp", devices=2, max_epochs=1).fit(module, loader())
     assert sentence in str(error.value)
     assert equal(before, weights(module))
