@@ -73,6 +73,8 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
                         loop.backward.check_called(run, part)
                 if steps:
                     set_phase(progress.global_step, OPTIMIZER_STEP)
+                    if len(part.micro_batches) > 1 and not apart:  # of what hooks of the step log
+                        run.metrics.weight = sum(micro_batch.num_samples for micro_batch in part.micro_batches)
                     if guards.unowned:
                         guards.check_unowned(optimizers)
                     moving = guards.watches and guards.before_step(optimizers)

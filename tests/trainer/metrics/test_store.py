@@ -761,3 +761,20 @@ def test_exact_sums_of_values_on_a_device_are_read_when_they_are_asked_for(reduc
     before = [float(store.entries["value"].number) for store, _ in stores]
     assert before[0] == before[1] and (before != found or reduce_fx in ("min", "max"))
     assert float(stores[0][0].entries["value"].count) == float(stores[1][0].entries["value"].count)
+
+
+class Norms(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", self.grad_norm(), on_step=False, on_epoch=True)
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_what_hooks_of_a_step_log_is_weighted_by_its_samples(accumulate: int) -> None:
+    """The last step has one sample, and micro-batches without any."""
+    found = []
+    for number in (1, accumulate):
+        torch.manual_seed(0)
+        run = quiet(max_epochs=1, split_batches=True, accumulate_grad_batches=number, precision="64-true")
+        run.fit(Norms(), loader(13, batch_size=4))
+        found.append(float(run.callback_metrics["norm"]))
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
