@@ -158,21 +158,16 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """Put it back to training after a validation within fit."""
-        self.train(True)
+        """Set other modes than those before the validation, which every submodule has again."""
 
     def on_test_model_eval(self) -> None:
         self.eval()
 
-    def on_test_model_train(self) -> None:
-        self.train(True)
-
+    def on_test_model_train(self) -> None: ...
     def on_predict_model_eval(self) -> None:
         self.eval()
 
-    def on_predict_model_train(self) -> None:
-        self.train(True)
-
+    def on_predict_model_train(self) -> None: ...
     def on_test_start(self) -> None: ...
     def on_test_end(self) -> None: ...
     def on_test_epoch_start(self) -> None: ...

@@ -389,8 +389,9 @@ def _evaluation_mode(run: RunState, module: Module, what: Stage, stage: str) -> 
     finally:
         run.evaluating = None
         if modes[0][1]:
-            what.to_train()  # `train` is the module's own, which some override to swap weights
+            module.train(True)  # which some override to swap weights
         for child, mode in modes:
             child.training = mode
+        what.to_train()
         if run.attributes is not None:
             run.attributes.modes = of_training

@@ -113,7 +113,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     elif strategy.topology.data_rank > 0:  # a stream of its own; data rank 0 continues with the process's stream
         seed_everything(derive(run.seed, "noise", strategy.topology.data_rank))
     frozen.note(run, module)
-    _train_mode(module)
+    _train_mode(run, module)
     run.attributes.begin([*named.values(), *(config.scheduler for config in schedulers)])
     run.start_hooks = start_hooks.StartHooks() if start_hooks.is_needed(run) else None
     run.numbers = Numbers(run)
@@ -201,10 +201,17 @@ def _parameter_states(run: RunState, module: Module) -> dict[str, ParameterState
     return states
 
 
-def _train_mode(module: Module) -> None:
-    """Put the module into training mode, but not what the user has put into evaluation mode within a module that
-    trains."""
-    frozen = [child for child in module.modules() if not child.training] if module.training else []
+def _train_mode(run: RunState, module: Module) -> None:
+    """Call `train`, which some override to set modes of layers, of a module that is in training mode; what the user
+    has put into evaluation mode stays in it."""
+    if not module.training:
+        if run.is_global_zero:
+            _log.warning(
+                f"{type(module).__name__} is in evaluation mode, and fit keeps the mode of every submodule; call "
+                "train() before fit for dropout and the statistics of BatchNorm"
+            )
+        return
+    frozen = [child for child in module.modules() if not child.training]
     module.train(True)  # as an override without a default expects
     for child in frozen:
         child.training = False

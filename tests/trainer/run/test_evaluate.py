@@ -356,6 +356,7 @@ def test_modes_of_a_module_are_as_they_were() -> None:
     model.eval()
     quiet().validate(model, loader(8), verbose=False)
     assert not any(child.training for child in model.modules())
+    model.train()
     quiet().fit(model, loader(8))
     assert all(child.training for child in model.modules())
 
