@@ -61,6 +61,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -88,16 +89,16 @@ class Callback:
         """What a copy has: everything but the module that is running."""
         return {name: value for name, value in self.__dict__.items() if name != "_module"}
 
-    def log(self, name: str, value: Any, **options: Any) -> None:
+    def log(self, name: str, value: Any, *flags: Any, **options: Any) -> None:
         """`Module.log` of the module that is running. Raises RuntimeError outside of a run."""
         if self._module is None:
             raise RuntimeError(f"{type(self).__name__}.log({name!r}) was called outside of a run; call it in a hook")
-        self._module.log(name, value, **options)
+        self._module.log(name, value, *flags, **options)
 
-    def log_dict(self, values: dict[str, Any], **options: Any) -> None:
-        """`log` for each entry."""
-        for name, value in values.items():
-            self.log(name, value, **options)
+    def log_dict(self, dictionary: Mapping[str, Any], *flags: Any, **options: Any) -> None:
+        """`log` for each entry; the other arguments are those of `log`."""
+        for name, value in dictionary.items():
+            self.log(name, value, *flags, **options)
 
     @property
     def state_key(self) -> str:

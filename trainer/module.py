@@ -190,40 +190,41 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
         name: str,
         value: Any,
         prog_bar: bool = False,
-        logger: bool = True,
+        logger: bool | None = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         reduce_fx: str | Callable = "mean",
-        sync_dist: bool = True,
-        batch_size: float | None = None,
-        add_dataloader_idx: bool = True,
-        rank_zero_only: bool = False,
         enable_graph: bool = False,
+        sync_dist: bool = True,
         sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: float | None = None,
         metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
     ) -> None:
         """Log `value` (a number, a tensor of one element, or a torchmetrics Metric) under `name`.
 
         In a training batch the default is `on_step` (the mean since the last logging interval), elsewhere
-        `on_epoch` (the mean over the epoch); with both the names are `name_step` and `name_epoch`. Means
-        are weighted by the samples of the batch, or by `batch_size`, and always span all ranks. Every rank
-        logs the same names, unless `rank_zero_only`. What a name's first call says of it holds. With
-        `add_dataloader_idx` False a name that several loaders log is one value over all of them. Costs one
-        addition on the value's device; synchronizes nothing. `sync_dist`, `enable_graph`, `sync_dist_group`
-        and `metric_attribute` are accepted for Lightning's sake and change nothing.
+        `on_epoch` (the mean over the epoch); with both the names are `name_step` and `name_epoch`. Means are weighted
+        by the samples of the batch, or by `batch_size`, and always span all ranks. Every rank logs the same names,
+        unless `rank_zero_only`. What a name's first call says of it holds. With `add_dataloader_idx` False a name that
+        several loaders log is one value over all of them. Costs one addition on the value's device; synchronizes
+        nothing. `enable_graph`, `sync_dist`, `sync_dist_group`, `metric_attribute` and None for `logger` are accepted
+        for Lightning's sake and change nothing.
         """
         if self._trainer is None:
             raise RuntimeError(f"self.log({name!r}) was called outside of a run; call it in a step or hook")
+        shown = logger is None or logger
         self._trainer._run.metrics.log(
-            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx, rank_zero_only
+            name, value, prog_bar, shown, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx, rank_zero_only
         )
 
-    def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
-        """`log` for each entry of a dict or MetricCollection."""
-        if not hasattr(values, "items"):
-            raise TypeError(f"self.log_dict takes a dict of values by name, but got {type(values).__name__}")
-        for name, value in values.items():
-            self.log(name, value, **options)
+    def log_dict(self, dictionary: Mapping[str, Any], *flags: Any, **options: Any) -> None:
+        """`log` for each entry of a dict or MetricCollection; the other arguments are those of `log`."""
+        if not hasattr(dictionary, "items"):
+            raise TypeError(f"self.log_dict takes a dict of values by name, but got {type(dictionary).__name__}")
+        for name, value in dictionary.items():
+            self.log(name, value, *flags, **options)
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on rank 0, above the progress bar."""
@@ -239,22 +240,26 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
         schedulers = [config.scheduler for config in self._running().schedulers]
         return (schedulers[0] if len(schedulers) == 1 else schedulers) if schedulers else None
 
-    def manual_backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+    def manual_backward(self, loss: Tensor, retain_graph: bool = False, **options: Any) -> None:
         """Run backward from `loss`, the mean over this batch; for `automatic_optimization = False`. `retain_graph`
-        keeps the graph for another backward; strategies that shard parameters refuse it."""
-        manual_backward(self._running(), loss, retain_graph)
+        keeps the graph for another backward; strategies that shard parameters refuse it. No other option is taken."""
+        manual_backward(self._running(), loss, retain_graph, options)
 
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> Tensor | None:
-        """Clip what `optimizer` will apply; return the norm of the global gradient, or None for "value"."""
-        if gradient_clip_algorithm not in (None, "norm", "value"):
-            raise ValueError(f"gradient_clip_algorithm must be 'norm' or 'value', got {gradient_clip_algorithm!r}")
-        if gradient_clip_val is None:
-            return None
-        optimizer = getattr(optimizer, "optimizer", optimizer)
+        """Clip what `optimizer` will apply; return the norm of the global gradient, or None for "value". What is None
+        is the Trainer's; a value of 0, or none of the Trainer's either, clips nothing."""
         run = self._running()
-        return run.strategy.clip_gradients(run.wrapped, optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
+        algorithm = gradient_clip_algorithm or run.arguments.gradient_clip_algorithm
+        limit = run.arguments.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
+        if algorithm not in ("norm", "value"):
+            raise ValueError(f"gradient_clip_algorithm must be 'norm' or 'value', got {algorithm!r}")
+        if limit is not None and not limit >= 0:
+            raise ValueError(f"gradient_clip_val must be a number above 0, or 0 for no clipping, got {limit!r}")
+        if not limit:
+            return None
+        return run.strategy.clip_gradients(run.wrapped, getattr(optimizer, "optimizer", optimizer), limit, algorithm)
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of the gradient that the optimizers are to apply, over all parameters and ranks (0-dim); every

@@ -140,14 +140,14 @@ class Trainer(Facts):
 
     def save_checkpoint(
         self,
-        path: str | Path,
+        filepath: str | Path,
         weights_only: bool = False,
         *,
         wait: bool = True,
         also: Sequence[str] = (),
         outdated: Sequence[str] = (),
     ) -> None:
-        """Write a checkpoint folder at `path`, replacing one that is there. Every rank calls it, in `fit` or after it.
+        """Write a checkpoint folder at `filepath`, replacing one that is there. Every rank calls it, in or after `fit`.
 
         After `fit` it is the state that `fit` has ended with. Where several ranks ran, the state of the optimizers is
         gone with them: then the checkpoint that a ModelCheckpoint has saved of the last step is copied by rank 0, and
@@ -156,13 +156,13 @@ class Trainer(Facts):
         With `wait` False it returns once the state is copied to host memory, and the files are written asynchronously.
         A new save waits for the previous one to finish. What fails is raised on all ranks in the next step, save or at
         the end.
-        `also` are paths beside `path` for the same checkpoint; `outdated` are checkpoints to remove once this one is
-        committed. Raises CheckpointError if it cannot be written (what was there stays), FloatingPointError if a
+        `also` are paths beside `filepath` for the same checkpoint; `outdated` are checkpoints to remove once this one
+        is committed. Raises CheckpointError if it cannot be written (what was there stays), FloatingPointError if a
         trainable parameter or the state of an optimizer is NaN or infinite, RuntimeError inside an accumulation window.
         """
         from lockstep.trainer.run import saving
 
-        saving.save(self._run, path, weights_only=weights_only, wait=wait, also=also, outdated=outdated)
+        saving.save(self._run, filepath, weights_only=weights_only, wait=wait, also=also, outdated=outdated)
 
     @contextmanager
     def whole(self, module: Module) -> Iterator[None]:

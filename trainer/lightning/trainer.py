@@ -9,38 +9,18 @@ from typing import Any
 from torch import Tensor
 
 from lockstep import callbacks as _callbacks
-from lockstep.callbacks.base import Callback, Logger
-from lockstep.strategies.ddp import DDP
-from lockstep.strategies.devices import device_count, resolve_accelerator
+from lockstep.callbacks.base import Logger
+from lockstep.strategies.devices import resolve_accelerator
 from lockstep.trainer.facts import TrainerState
-from lockstep.trainer.lightning.callbacks.model_checkpoint import ModelCheckpoint
-from lockstep.trainer.lightning.callbacks.shown import ModelSummary, TQDMProgressBar
-from lockstep.trainer.lightning.loggers import TensorBoardLogger
+from lockstep.trainer.lightning.arguments import ours, savers
 from lockstep.trainer.lightning.loops import EvaluationLoop, FitLoop, PredictionLoop
-from lockstep.trainer.lightning.names import ACCEPTED
 from lockstep.trainer.lightning.parsing import from_environment
 from lockstep.trainer.lightning.types import RunningStage, TrainerFn, TrainerStatus
 from lockstep.trainer.lightning.utilities import MisconfigurationException
-from lockstep.trainer.lightning_names import ARGUMENTS
 from lockstep.trainer.metrics.reduction import of_kind
 from lockstep.trainer.setup import compilation
 from lockstep.trainer.trainer import Trainer as _Trainer
 
-_BAREBONES = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
-_MEASURED = {
-    **_BAREBONES,
-    "fast_dev_run": False,
-    "detect_anomaly": False,
-    "log_every_n_steps": 0,
-    "profiler": None,
-}
-"""What `barebones` allows: that which has no part in the time of a step."""
 _DEFAULTS = {
     "limit_train_batches": 1.0,
     "limit_val_batches": 1.0,
@@ -52,9 +32,6 @@ _DEFAULTS = {
 """What arguments are where they limit nothing, for code that computes with them."""
 _NOTHING = ("max_epochs", "max_steps", "limit_train_batches")
 """Arguments of which 0 lets `fit` train nothing."""
-_DDP = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
-_ANY_CASE = ("auto", "ddp", "deepspeed", "fsdp", "single")
-"""First words of Lightning's names of strategies, whose case does not matter."""
 
 
 class Trainer(_Trainer):
@@ -72,13 +49,13 @@ class Trainer(_Trainer):
         given = from_environment() | arguments
         zero = {name for name in _NOTHING if name in given and _is_zero(given[name])}
         try:
-            super().__init__(**_ours({name: value for name, value in given.items() if name not in zero}))
+            super().__init__(**ours({name: value for name, value in given.items() if name not in zero}))
         except ValueError as error:
             raise MisconfigurationException(str(error)) from None
         zero = set() if self.fast_dev_run else zero
         self._trains_none = "limit_train_batches" in zero
         self._is_open = given.get("max_epochs") is None and not self.fast_dev_run
-        self._idle = _savers(given) if self.fast_dev_run else []
+        self._idle = savers(given) if self.fast_dev_run else []
         if "max_epochs" in zero:
             self._run.max_epochs = 0
         if "max_steps" in zero or self._trains_none:
@@ -253,137 +230,90 @@ class Trainer(_Trainer):
             return self.arguments.overfit_batches
         return _DEFAULTS[name] if value is None and name in _DEFAULTS else value
 
-    def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments of a run, with a module in the place of what torch.compile has made of it; it is compiled as by
-        `Trainer(compile=True)`."""
-        given = args[0] if args else kwargs.get("model")
-        plain = getattr(given, "_orig_mod", given)
-        options = self.arguments.compile or plain is not given
+    def _plain(self, model: Any) -> Any:
+        """The module in the place of what torch.compile has made of it; it is compiled as by `Trainer(compile=True)`.
+        Called at the start of each run."""
+        plain = getattr(model, "_orig_mod", model)
+        options = self.arguments.compile or plain is not model
         self._run.compile_options = compilation.check(options, self._run.strategy)
-        if plain is not given:
-            kwargs.pop("model", None)
-            args = (plain, *args[1:])
-        return args
+        return plain
 
-    def fit(self, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> None:
+    def fit(
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: Any = None,
+        weights_only: bool | None = None,
+    ) -> None:
         """As `lockstep.Trainer.fit`; `weights_only` changes nothing, as no checkpoint is unpickled."""
-        args = self._plain(args, kwargs)
-        searched = next((word for word in (kwargs.get("ckpt_path"), *args[4:]) if word in ("auto", "last")), None)
-        if searched is not None and not getattr(self.checkpoint_callback, "dirpath", None):
+        plain = self._plain(model)
+        if ckpt_path in ("auto", "last") and not getattr(self.checkpoint_callback, "dirpath", None):
             for logger in self.loggers:
                 if getattr(logger, "took_version", False) and logger.run_dir is None:
                     raise ValueError(
-                        f"ckpt_path={searched!r} looks for the newest version, but logger.log_dir was read before fit, "
-                        f"which has taken version {logger.version}; give the logger version=, or read log_dir in setup"
+                        f"ckpt_path={ckpt_path!r} looks for the newest version, but logger.log_dir was read before "
+                        f"fit, which has taken version {logger.version}; give the logger version=, or read log_dir in "
+                        "setup"
                     )
         self._is_open = False
         for saver in self._idle:
             saver.dirpath = saver.dirpath or os.path.abspath(
                 os.path.join(self.arguments.default_root_dir, "checkpoints")
             )
-        super().fit(*args, **kwargs)
+        super().fit(plain, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
 
-    def validate(self, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> list[dict[str, float]]:
+    def validate(  # type: ignore[override]
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: Any = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
         """As `lockstep.Trainer.validate`; a value logged per step and per epoch is there once."""
-        return _of_epochs(super().validate(*self._plain(args, kwargs), **kwargs))
+        return _of_epochs(super().validate(self._plain(model), dataloaders, datamodule, ckpt_path, verbose))
 
-    def test(self, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> list[dict[str, float]]:
+    def test(  # type: ignore[override]
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: Any = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
         """As `lockstep.Trainer.test`; a value logged per step and per epoch is there once."""
-        return _of_epochs(super().test(*self._plain(args, kwargs), **kwargs))
+        return _of_epochs(super().test(self._plain(model), dataloaders, datamodule, ckpt_path, verbose))
 
-    def predict(self, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> list[Any] | None:
+    def predict(  # type: ignore[override]
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        return_predictions: bool | None = None,
+        ckpt_path: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[Any] | None:
         """As `lockstep.Trainer.predict`; `return_predictions=None` returns them."""
-        if kwargs.get("return_predictions", True) is None:
-            del kwargs["return_predictions"]
-        returned = super().predict(*self._plain(args, kwargs), **kwargs)
+        returns = return_predictions is None or return_predictions
+        returned = super().predict(self._plain(model), dataloaders, datamodule, ckpt_path, returns)
         self._predictions = returned or []
         return returned
+
+    def save_checkpoint(
+        self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None, **options: Any
+    ) -> None:
+        """As `lockstep.Trainer.save_checkpoint`. Raises TypeError for `storage_options`."""
+        if storage_options is not None:
+            raise TypeError("save_checkpoint writes a folder and takes no storage_options; copy the folder afterwards")
+        super().save_checkpoint(filepath, bool(weights_only), **options)
 
 
 def _of_epochs(returned: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{name: v for name, v in found.items() if of_kind(name, "epoch") not in found} for found in returned]
-
-
-def _ours(given: dict[str, Any]) -> dict[str, Any]:
-    arguments = {name: value for name, value in given.items() if value is not None}
-    if "check_val_every_n_epoch" in given:
-        arguments["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
-    if arguments.pop("barebones", False):
-        wrong = next((name for name, off in _MEASURED.items() if arguments.get(name, off) != off), None)
-        if wrong is not None:
-            raise ValueError(f"barebones=True turns {wrong} off, but {wrong}={arguments[wrong]!r}; remove one of them")
-        arguments = _BAREBONES | arguments
-        arguments.pop("log_every_n_steps", None)
-    for name in ACCEPTED.keys() & arguments.keys():
-        if arguments.pop(name) not in ACCEPTED[name]:
-            raise TypeError(f"Trainer has no argument {name!r}; {ARGUMENTS[name]}")
-    limits = (arguments.get(name) for name in ("max_epochs", "max_time"))
-    timed = any(isinstance(item, _callbacks.Timer) for item in _callbacks_of(arguments))
-    if not timed and all(limit is None for limit in limits) and arguments.get("max_steps", -1) == -1:
-        arguments["max_epochs"] = 1000
-    if arguments.get("gradient_clip_val") == 0:
-        del arguments["gradient_clip_val"]
-    if arguments.get("profiler") == "pytorch":
-        arguments["profiler"] = "torch"
-    _choose_strategy(arguments)
-    _choose_callbacks(arguments)
-    return arguments
-
-
-def _choose_strategy(arguments: dict[str, Any]) -> None:
-    """Give the names that Lightning has for ours, and the option that it has as an argument of the Trainer."""
-    name = arguments.get("strategy", "auto")
-    synchronizes = arguments.pop("sync_batchnorm", False)
-    if not isinstance(name, str):
-        if synchronizes:
-            raise TypeError(f"Trainer has no argument 'sync_batchnorm'; {ARGUMENTS['sync_batchnorm']}")
-        return
-    if name.lower().partition("_")[0] in _ANY_CASE:
-        name = arguments["strategy"] = name.lower()
-    kind = name.removesuffix("_find_unused_parameters_true").removesuffix("_find_unused_parameters_false")
-    devices = device_count(arguments.get("devices", "auto"), arguments.get("accelerator", "auto"))
-    if kind in _DDP or (kind == "auto" and synchronizes and devices not in (1, "auto")):
-        unused = name.endswith("_true")
-        arguments["strategy"] = "ddp"
-        if unused or synchronizes:
-            arguments["strategy"] = DDP(find_unused_parameters=unused, sync_batchnorm=synchronizes)
-    elif name == "single_device":
-        arguments["strategy"] = "single"
-    elif synchronizes and kind != "auto":
-        raise TypeError(f"Trainer has no argument 'sync_batchnorm'; {ARGUMENTS['sync_batchnorm']}")
-
-
-def _choose_callbacks(arguments: dict[str, Any]) -> None:
-    arguments.setdefault("default_root_dir", ".")
-    given = _callbacks_of(arguments)
-    if arguments.get("logger", True) is True and not arguments.get("fast_dev_run"):
-        arguments["logger"] = TensorBoardLogger(arguments["default_root_dir"])
-    saves = arguments.get("enable_checkpointing", True) and not arguments.get("fast_dev_run")
-    if saves and not any(isinstance(item, _callbacks.ModelCheckpoint) for item in given):
-        given.append(ModelCheckpoint())
-    for name, kind, default in (
-        ("enable_model_summary", _callbacks.ModelSummary, ModelSummary),
-        ("enable_progress_bar", _callbacks.ProgressBar, TQDMProgressBar),
-    ):
-        wanted, found = arguments.setdefault(name, True), [item for item in given if isinstance(item, kind)]
-        if found and not wanted:
-            raise ValueError(f"{name}=False contradicts a {kind.__name__} among the callbacks; drop one of them")
-        if len(found) > 1:
-            raise ValueError(f"callbacks has {len(found)} of {kind.__name__}, and a Trainer takes one; drop the others")
-        if wanted and not found:
-            given.append(default())
-    arguments["callbacks"] = given
-
-
-def _callbacks_of(arguments: dict[str, Any]) -> list[Callback]:
-    given = arguments.get("callbacks") or []
-    return [given] if isinstance(given, Callback) else list(given)
-
-
-def _savers(given: dict[str, Any]) -> list[_callbacks.ModelCheckpoint]:
-    """The ModelCheckpoints that a run has without `fast_dev_run`."""
-    found = [item for item in _callbacks_of(given) if isinstance(item, _callbacks.ModelCheckpoint)]
-    return found or ([] if given.get("enable_checkpointing") is False else [ModelCheckpoint()])
 
 
 def _is_zero(value: Any) -> bool:

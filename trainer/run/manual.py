@@ -167,15 +167,22 @@ class AutomaticOptimizer(HeldOptimizer):
             self.hooks[id(self)] = self.refuse
 
 
-def manual_backward(run: RunState, loss: Tensor, retain_graph: bool = False) -> None:
+def manual_backward(run: RunState, loss: Tensor, retain_graph: bool, options: dict[str, Any]) -> None:
     """`Module.manual_backward`."""
+    refused = {name: value for name, value in options.items() if value}
+    if refused or isinstance(retain_graph, Tensor):
+        given = next(iter(refused), "gradient")
+        raise TypeError(
+            f"manual_backward takes retain_graph besides the loss, but not {given}; for a loss of gradients call "
+            "torch.autograd.grad(…, create_graph=True), and weight a loss before the backward"
+        )
     from lockstep.strategies.sync.collective_fingerprint import counting_once
 
     with counting_once():
         for hook in run.hooks.on_before_backward:
             hook(loss)
         with torch.autocast(run.strategy.topology.device.type, enabled=False):  # as after an automatic step
-            run.strategy.backward(run.wrapped, loss, run.batch_share, retain_graph)
+            run.strategy.backward(run.wrapped, loss, run.batch_share, bool(retain_graph))
         if (scaler := run.strategy.precision.scaler) is not None:
             scaler.note_backward()
         run.called_backward = True
