@@ -93,10 +93,11 @@ class HyperParameters:
             for value in names:
                 values.update(_entries(value))
             given = _init_arguments(self, caller)
-            self.__dict__["_hparams_name"] = next(
-                (name for name, value in given.items() if len(names) == 1 and value is names[0]), None
-            )
+            whole = next((name for name, value in given.items() if len(names) == 1 and value is names[0]), None)
+            is_all = not self._given_hparams or whole == self.hparams_name
+            self.__dict__["_hparams_name"] = whole if is_all else None
         else:
+            self.__dict__["_hparams_name"] = None
             values = _init_arguments(self, caller)
             unknown = [name for name in names if name not in values]
             if unknown:

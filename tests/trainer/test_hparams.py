@@ -153,3 +153,61 @@ def test_members_of_an_enum_come_back_in_lists_and_beside_other_kinds(tmp_path: 
     loaded = Colored.load_from_checkpoint(tmp_path / "x")
     assert loaded.hparams == {"colors": [Color.RED, Color.BLUE], "shade": "pale", "one": Color.BLUE}
     assert [type(color) for color in loaded.hparams.colors] == [Color, Color]
+
+
+class WithConfig(Net):
+    def __init__(self, cfg: dict[str, Any]) -> None:
+        Module.__init__(self)
+        self.save_hyperparameters(cfg)
+        self.net = nn.Sequential(nn.Linear(8, cfg["width"]), nn.ReLU(), nn.Identity(), nn.Linear(cfg["width"], 3))
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.1)
+
+
+class AllAfter(WithConfig):
+    def __init__(self, cfg: dict[str, Any], scale: float = 1.0) -> None:
+        super().__init__(cfg)
+        self.save_hyperparameters()
+        self.scale = scale
+
+
+class AllBefore(WithConfig):
+    def __init__(self, cfg: dict[str, Any], scale: float = 1.0) -> None:
+        Module.__init__(self)
+        self.save_hyperparameters()
+        WithConfig.__init__(self, cfg)
+        self.scale = scale
+
+
+class ConfigTwice(WithConfig):
+    def __init__(self, cfg: dict[str, Any]) -> None:
+        super().__init__(cfg)
+        self.save_hyperparameters(cfg)
+
+
+class NameAfter(WithConfig):
+    def __init__(self, cfg: dict[str, Any], scale: float = 1.0) -> None:
+        super().__init__(cfg)
+        self.save_hyperparameters("scale")
+        self.scale = scale
+
+
+@pytest.mark.parametrize("kind", [AllAfter, AllBefore, NameAfter])
+def test_a_config_as_a_whole_and_arguments_by_name(kind: Any, tmp_path: Path) -> None:
+    trainer = quiet()
+    trainer.fit(kind({"width": 4}, scale=2.0), loader(8))
+    trainer.save_checkpoint(tmp_path / "c", weights_only=True)
+    if kind is NameAfter:
+        with pytest.raises(TypeError, match="NameAfter needs cfg, which checkpoint .* does not hold"):
+            kind.load_from_checkpoint(tmp_path / "c")
+    given = {"cfg": {"width": 4}} if kind is NameAfter else {}
+    found = kind.load_from_checkpoint(tmp_path / "c", **given)
+    assert found.scale == 2.0 and found.net[0].out_features == 4
+
+
+def test_a_config_that_two_classes_save_is_one_argument(tmp_path: Path) -> None:
+    trainer = quiet()
+    trainer.fit(ConfigTwice({"width": 4}), loader(8))
+    trainer.save_checkpoint(tmp_path / "c", weights_only=True)
+    assert ConfigTwice.load_from_checkpoint(tmp_path / "c").net[0].out_features == 4
