@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
 from torch import nn
 
 from lockstep.strategies.checkpoint_state import Reader, check_names, check_shape, unpack
@@ -36,12 +37,12 @@ def load_module(
         with refused(saved.source):
             values = convert.values_in(saved.content)  # as the hook has left them
             module.load_state_dict(values, strict=strict)
-        return module.to(convert.device_of(map_location))
+        return module.to(_device_of(map_location))
     weights = weights_for((module.on_load_checkpoint,), saved)
     with refused(saved.path):
         frozen.check_module(weights, module)
         _load(module, weights, strict)
-    return module.to(convert.device_of(map_location))
+    return module.to(_device_of(map_location))
 
 
 def _load(module: nn.Module, reader: Reader, strict: bool) -> None:
@@ -68,11 +69,18 @@ def _load(module: nn.Module, reader: Reader, strict: bool) -> None:
         raise
 
 
+def _device_of(map_location: Any) -> Any:
+    """The device that `map_location` means; what has been read is on the CPU."""
+    if callable(map_location):
+        return map_location(torch.UntypedStorage(0), "cpu").device
+    return map_location.get("cpu") if isinstance(map_location, Mapping) else map_location
+
+
 def load_datamodule(cls: Any, path: str | Path | BinaryIO, overrides: dict[str, Any], trusts: bool) -> Any:
     """`DataModule.load_from_checkpoint`."""
     datamodule, saved = _built(cls, path, overrides, trusts, "datamodule_")
     if not isinstance(saved, Checkpoint):
-        state = saved.content.get(cls.__qualname__)
+        state = saved.content.get(cls.__qualname__, convert.note_in(saved.content).get("datamodule"))
     else:
         state = unpack(saved.state.get("datamodule"), saved.read)
     if state:
@@ -87,9 +95,8 @@ def _built(
     """An object of the hyperparameters in a checkpoint, and that checkpoint, or the file in Lightning's layout."""
     if not isinstance(path, (str, os.PathLike)) or os.path.isfile(os.path.expanduser(path)):
         found = convert.read_pickle(path, trusts)
-        given = found.content.get(f"{prefix}hyper_parameters")
-        given = {key: value for key, value in given.items() if type(key) is str} if isinstance(given, Mapping) else {}
-        return built(cls, given, convert.name_in(found.content, prefix), [], overrides, found.source), found
+        given, lost = convert.given_in(found.content, prefix)
+        return built(cls, given, convert.name_in(found.content, prefix), lost, overrides, found.source), found
     checkpoint = Checkpoint.open(os.path.expanduser(path))
     state = checkpoint.state
     hparams = unpack(state.get(f"{prefix}hyperparameters", {}), checkpoint.read)

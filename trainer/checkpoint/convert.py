@@ -10,7 +10,8 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
@@ -84,16 +85,23 @@ def export_weights(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Pa
         "progress": _progress(state.get("progress")),
     }
     layout = {name.removeprefix("model/"): (checkpoint.dtype(name), checkpoint.shape(name)) for name in names}
+    with _exported(target) as file:
+        for data in safetensors_file.content(
+            layout, lambda key: checkpoint.read(f"model/{key}"), {_NOTE: json.dumps(note)}
+        ):
+            file.write(data)
+    return target
+
+
+@contextmanager
+def _exported(target: Path) -> Iterator[Any]:
+    """The file to write, which replaces one at `target` at the end."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target, "wb", durable=True) as file:
-            for data in safetensors_file.content(
-                layout, lambda key: checkpoint.read(f"model/{key}"), {_NOTE: json.dumps(note)}
-            ):
-                file.write(data)
+            yield file
     except OSError as error:
         raise CheckpointError(f"cannot export to {target}: {reason(error)}; choose another path") from error
-    return target
 
 
 def export_lightning(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Path:
@@ -110,7 +118,6 @@ def export_lightning(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> 
     def plain(packed: Any) -> Any:
         return _plain(unpack(packed, checkpoint.read))
 
-    name, hyperparameters = state.get("hyperparameters_name"), plain(state.get("hyperparameters", {}))
     progress = _progress(state.get("progress"))
     content = {
         "epoch": progress["current_epoch"],
@@ -120,20 +127,55 @@ def export_lightning(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> 
             key: checkpoint.read(f"model/{key}") if value is None else plain(value)
             for key, value in checkpoint.meta["model"].items()
         },
-        "hyper_parameters": hyperparameters,
-        **({} if name is None else {"hparams_name": name}),
+        **_hyperparameters(checkpoint),
         "optimizer_states": [_torch_state(saved, plain) for saved in checkpoint.meta.get("optimizers", {}).values()],
         "lr_schedulers": [plain(saved) for saved in state.get("schedulers", [])],
         "callbacks": {key: plain(saved) for key, saved in state.get("callbacks", {}).items()},
         **plain(state.get("module", {})),
     }
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(target, "wb", durable=True) as file:
-            torch.save(content, file)
-    except OSError as error:
-        raise CheckpointError(f"cannot export to {target}: {reason(error)}; choose another path") from error
+    with _exported(target) as file:
+        torch.save(content, file)
     return target
+
+
+def _hyperparameters(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Those of the module and the DataModule under Lightning's names, and a note of what these do not say: which were
+    not saved, which are configs of omegaconf, and the state of the DataModule."""
+    state, found, note = checkpoint.state, {}, {}
+    for prefix in ("", "datamodule_"):
+        given = unpack(state.get(f"{prefix}hyperparameters", {}), checkpoint.read)
+        name = state.get(f"{prefix}hyperparameters_name")
+        if f"{prefix}hyperparameters" in state or not prefix:
+            found[f"{prefix}hyper_parameters"] = _plain(given)
+            note[f"{prefix}unsaved"] = state.get(f"{prefix}hyperparameters_unsaved", [])
+            note[f"{prefix}configs"] = [key for key, value in given.items() if plain_config(value) is not value]
+        if name is not None:
+            found[f"{prefix}hparams_name"] = name
+    if state.get("datamodule"):
+        note["datamodule"] = _plain(unpack(state["datamodule"], checkpoint.read))
+    return {**found, _NOTE: note}
+
+
+def given_in(loaded: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:
+    """The hyperparameters in a file in Lightning's layout, and names of those that were not saved."""
+    given = loaded.get(f"{prefix}hyper_parameters")
+    values = {key: value for key, value in given.items() if type(key) is str} if isinstance(given, Mapping) else {}
+    for name in values.keys() & set(_noted(loaded, f"{prefix}configs")):
+        from omegaconf import OmegaConf
+
+        values[name] = OmegaConf.create(values[name])
+    return values, _noted(loaded, f"{prefix}unsaved")
+
+
+def note_in(loaded: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What `export_lightning` has written beside what Lightning's layout has."""
+    note = loaded.get(_NOTE)
+    return note if isinstance(note, Mapping) else {}
+
+
+def _noted(loaded: Mapping[str, Any], key: str) -> list[str]:
+    names = note_in(loaded).get(key)
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _torch_state(saved: dict[str, Any], plain: Callable[[Any], Any]) -> dict[str, Any]:
@@ -304,17 +346,15 @@ def read_pickle(file: str | os.PathLike[str] | BinaryIO, trusts: bool) -> Weight
     found.skipped += [f"{nested or 'state dict'}: {name}" for name in given if name not in found.values]
     if nested is None:
         return found
-    hyperparameters = loaded.get("hyper_parameters")
-    for name, value in hyperparameters.items() if isinstance(hyperparameters, Mapping) else ():
-        if isinstance(name, str) and _fits(value):
-            found.hyperparameters[name] = value
-        else:
-            found.skipped.append(f"hyper_parameters: {name}")
-            found.unsaved.append(str(name))
+    hyperparameters, unsaved = given_in(loaded)
+    found.hyperparameters = {name: value for name, value in hyperparameters.items() if _fits(value)}
+    lost = [str(name) for name in loaded.get("hyper_parameters") or () if name not in found.hyperparameters]
+    found.skipped += [f"hyper_parameters: {name}" for name in lost]
+    found.unsaved = [*lost, *unsaved]
     found.hyperparameters_name = name_in(loaded)
     found.global_step = _count(loaded.get("global_step"))
     found.current_epoch = _count(loaded.get("epoch", loaded.get("current_epoch")))
-    known = {nested, "hyper_parameters", "global_step", "epoch", "current_epoch", "hparams_name"}
+    known = {nested, "hyper_parameters", "global_step", "epoch", "current_epoch", "hparams_name", _NOTE}
     found.skipped += [str(name) for name in loaded if name not in known]
     return found
 
@@ -323,13 +363,6 @@ def name_in(loaded: Mapping[str, Any], prefix: str = "") -> str | None:
     """The argument that all hyperparameters are together, if there is one."""
     name = loaded.get(f"{prefix}hparams_name")
     return name if isinstance(name, str) and name != "kwargs" else None
-
-
-def device_of(map_location: Any) -> Any:
-    """The device that `map_location` means; what has been read is on the CPU."""
-    if callable(map_location):
-        return map_location(torch.UntypedStorage(0), "cpu").device
-    return map_location.get("cpu") if isinstance(map_location, Mapping) else map_location
 
 
 def _reason(error: pickle.UnpicklingError) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-from lockstep import CheckpointError
+from lockstep import CheckpointError, DataModule
 from lockstep.trainer.checkpoint.store import Checkpoint
 from lockstep.trainer.cli.main import main
 from tests.trainer.toy import Net, equal, loader, net, quiet, weights
@@ -102,3 +103,63 @@ def test_a_file_that_torch_did_not_write_is_named(tmp_path: Path) -> None:
 def test_what_is_neither_a_path_nor_a_file_is_named(given: Any) -> None:
     with pytest.raises(TypeError, match=r"checkpoint_path must be a path or an open file, but it is (None|3|\['c'\])"):
         Net.load_from_checkpoint(given)
+
+
+class Activated(Net):
+    """Has an argument that is not saved, and a config."""
+
+    def __init__(self, cfg: Any = None, activation: Any = torch.relu) -> None:
+        super().__init__(width=cfg.model.width)
+        self.save_hyperparameters()
+        self.activation = activation
+
+
+class Sized(DataModule):
+    def __init__(self, size: int = 8, collate: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.size, self.seen = size, 0
+
+    def train_dataloader(self) -> Any:
+        return loader(16, self.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 5}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    trainer = quiet(accelerator="cpu", devices=1)
+    module = Activated(OmegaConf.create({"model": {"width": 6}}), torch.tanh)
+    trainer.fit(module, datamodule=Sized(4, collate=torch.stack))
+    trainer.save_checkpoint(tmp_path / "c")
+    assert main(["checkpoint", "export", str(tmp_path / "c"), str(tmp_path / "c.ckpt")]) == 0
+    torch.load(tmp_path / "c.ckpt", weights_only=True)
+    return tmp_path
+
+
+def test_an_export_names_what_was_not_saved(exported: Path) -> None:
+    arguments = ["checkpoint", "import", "--trust-pickle", str(exported / "c.ckpt"), str(exported / "again")]
+    assert main(arguments) == 0
+    for path in (exported / "c", exported / "c.ckpt", exported / "again"):
+        with pytest.raises(TypeError, match="Activated needs activation, which checkpoint .* does not hold"):
+            Activated.load_from_checkpoint(path)
+        assert Activated.load_from_checkpoint(path, activation=torch.tanh).net[0].out_features == 6
+
+
+def test_an_export_has_the_datamodule(exported: Path) -> None:
+    for path in (exported / "c", exported / "c.ckpt"):
+        with pytest.raises(TypeError, match="Sized needs collate, which checkpoint .* does not hold"):
+            Sized.load_from_checkpoint(path)
+        found = Sized.load_from_checkpoint(path, collate=torch.stack)
+        assert (found.size, found.seen) == (4, 5)
+
+
+@pytest.mark.parametrize("note", [5, {"unsaved": 5, "configs": None}, {"unsaved": [1], "datamodule": []}])
+def test_a_note_of_another_program_is_not_read(exported: Path, note: Any) -> None:
+    content = torch.load(exported / "c.ckpt", weights_only=True)
+    torch.save(content | {"lockstep": note}, exported / "other.ckpt")
+    assert Sized.load_from_checkpoint(exported / "other.ckpt").size == 4
