@@ -65,6 +65,7 @@ TRAINER: Mapping[str, str] = {
     "evaluating": "read trainer.validating or trainer.testing",
     "evaluate_loop": "read trainer.global_step, current_epoch and callback_metrics",
     "fit_loop": "read trainer.global_step, current_epoch, is_last_batch and callback_metrics",
+    "from_argparse_args": "write Trainer(**vars(args)), with the arguments that it takes",
     "gpus": "read trainer.num_devices",
     "init_module": "build large layers in Module.configure_model",
     "interrupted_by_user": "read trainer.interrupted",
@@ -166,6 +167,62 @@ MODULE: Mapping[str, str] = {
     "use_amp": "read self.trainer.precision",
 }
 """Attributes and methods of Lightning's modules."""
+
+_SAVES = (
+    "override on_save_checkpoint, after_save_checkpoint of a logger, or format_checkpoint_name for the folder's name"
+)
+_STOPS = "set trainer.should_stop in on_validation_end"
+_SHOWS = "choose what the bar shows with log(prog_bar=True)"
+_SEARCHES = "the search runs once, before fit"
+_BAR = dict.fromkeys([f"init_{name}_tqdm" for name in ("sanity", "train", "validation", "test", "predict")], _SHOWS)
+
+UNCALLED: Mapping[str, Mapping[str, str]] = {
+    "ModelCheckpoint": dict.fromkeys(
+        (
+            "_save_checkpoint",
+            "_remove_checkpoint",
+            "_link_checkpoint",
+            "_save_topk_checkpoint",
+            "_save_last_checkpoint",
+            "_save_monitor_checkpoint",
+            "_save_none_monitor_checkpoint",
+            "_update_best_and_save",
+            "_should_skip_saving_checkpoint",
+            "_should_remove_checkpoint",
+            "_monitor_candidates",
+            "_find_last_checkpoints",
+            "_format_checkpoint_name",
+            "_get_metric_interpolated_filepath_name",
+            "check_monitor_top_k",
+            "file_exists",
+        ),
+        _SAVES,
+    ),
+    "EarlyStopping": dict.fromkeys(
+        (
+            "_run_early_stopping_check",
+            "_evaluate_stopping_criteria",
+            "_should_skip_check",
+            "_improvement_message",
+            "_log_info",
+            "monitor_op",
+        ),
+        _STOPS,
+    ),
+    "LearningRateFinder": {"lr_find": _SEARCHES},
+    "BatchSizeFinder": {"scale_batch_size": _SEARCHES},
+    "ProgressBar": _BAR,
+    "TQDMProgressBar": _BAR,
+}
+"""By callback the methods that Lightning's classes call on themselves and ours do not."""
+
+STRATEGIES: Mapping[str, str] = {
+    "DDPStrategy": "DDP",
+    "FSDPStrategy": "FSDP",
+    "DeepSpeedStrategy": "DeepSpeed",
+    "SingleDeviceStrategy": "SingleDevice",
+}
+"""Lightning's strategies, and ours, from which to derive."""
 
 
 def missing(what: str, name: str, table: Mapping[str, str], known: Iterable[str] = ()) -> str:

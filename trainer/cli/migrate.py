@@ -14,7 +14,7 @@ from lockstep.trainer.cli.errors import ConfigError
 from lockstep.trainer.cli.parser import page
 from lockstep.trainer.lightning.install import places
 from lockstep.trainer.lightning.names import ACCEPTED, REFUSED
-from lockstep.trainer.lightning_names import ARGUMENTS, HOOKS, METHODS, MODULE, TRAINER
+from lockstep.trainer.lightning_names import ARGUMENTS, HOOKS, METHODS, MODULE, STRATEGIES, TRAINER, UNCALLED
 
 USAGE = "lockstep migrate FILE... [--write]"
 EXAMPLES = """
@@ -86,8 +86,8 @@ def main(words: Sequence[str]) -> int:
 
 def migrate(source: str) -> tuple[str, list[Finding]]:
     """Return the program with its imports of Lightning replaced, and what has no counterpart, by line."""
-    reader = _Reader(ast.parse(source.removeprefix(_MARK)))
     lines = _lines(source.removeprefix(_MARK))
+    reader = _Reader(ast.parse(source.removeprefix(_MARK)), lines)
     for edit in sorted(reader.edits, reverse=True):
         line = lines[edit.line - 1].encode()
         lines[edit.line - 1] = (line[: edit.begin] + edit.text.encode() + line[edit.end :]).decode()
@@ -102,7 +102,8 @@ def _lines(source: str) -> list[str]:
 class _Reader:
     """What a program takes from Lightning."""
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, lines: list[str]) -> None:
+        self._lines = lines
         self.edits: list[Edit] = []
         self.findings: list[Finding] = []
         self._bound: dict[str, str] = {}  # local names, with what they are: "lightning.pytorch.Trainer"
@@ -118,14 +119,17 @@ class _Reader:
         for node in nodes:
             if isinstance(node, ast.Attribute) and id(node) not in inner:
                 self._attribute(node)
-            elif isinstance(node, ast.Call) and self._name(node.func).endswith(".Trainer"):
+            elif isinstance(node, ast.Call) and self._is_trainer(node.func):
                 self._trainer(node)
             elif isinstance(node, ast.ClassDef):
                 self._class(node)
         used = [node for node in nodes if isinstance(node, ast.Attribute)] if self.edits else []
         for node in used:
-            if ast.unparse(node.value) in ("trainer", "self.trainer") and node.attr in TRAINER:
+            of_trainer = ast.unparse(node.value) in ("trainer", "self.trainer") or self._is_trainer(node.value)
+            if of_trainer and node.attr in TRAINER:
                 self._say(node, f"Trainer has no attribute {node.attr!r}; {TRAINER[node.attr]}")
+            elif node.attr in ("to_torchscript", "to_tensorrt"):
+                self._say(node, f"a module has no attribute {node.attr!r}; {MODULE[node.attr]}")
 
     def _say(self, node: ast.AST, text: str) -> None:
         self.findings.append(Finding(getattr(node, "lineno", 1), text))
@@ -142,7 +146,10 @@ class _Reader:
         else:
             self._bound[root] = _ROOTS[root]
             text = f"{_ROOTS[root]} as {root}"  # the modules below it are its attributes
-        self.edits.append(Edit(alias.lineno, alias.col_offset, alias.end_col_offset or 0, text))
+        if alias.end_lineno == alias.lineno:
+            self.edits.append(Edit(alias.lineno, alias.col_offset, alias.end_col_offset or 0, text))
+        else:
+            self._say(alias, f"the import is on several lines; write import {text}")
 
     def _import_from(self, node: ast.ImportFrom) -> None:
         assert node.module is not None
@@ -150,8 +157,11 @@ class _Reader:
         if root not in _ROOTS:
             return
         new = _ROOTS[root] + (f".{rest}" if rest else "")
-        begin = node.col_offset + len("from ")
-        self.edits.append(Edit(node.lineno, begin, begin + len(node.module), new))
+        begin = self._lines[node.lineno - 1].encode().find(node.module.encode(), node.col_offset + len("from "))
+        if begin >= 0:
+            self.edits.append(Edit(node.lineno, begin, begin + len(node.module.encode()), new))
+        else:
+            self._say(node, f"{node.module} is not on the line of its from; write from {new} import …")
         known = self._check_path(node, new, node.module)
         for alias in node.names:
             self._bound[alias.asname or alias.name] = f"{new}.{alias.name}"
@@ -181,6 +191,9 @@ class _Reader:
             return f"{value}.{node.attr}" if value else ""
         return ""
 
+    def _is_trainer(self, node: ast.AST) -> bool:
+        return self._name(node).endswith(".Trainer")
+
     def _attribute(self, node: ast.Attribute) -> None:
         parts: list[ast.Attribute] = []
         inner: ast.AST = node
@@ -202,17 +215,20 @@ class _Reader:
                 self._say(keyword, f"Trainer has no argument {name!r}; {ARGUMENTS[name]}")
 
     def _class(self, node: ast.ClassDef) -> None:
-        kinds = {self._name(base).rpartition(".")[2] for base in node.bases} & {
-            "LightningModule", "LightningDataModule", "Callback",
-        }  # fmt: skip
+        names = {self._name(base).rpartition(".")[2] for base in node.bases}
+        kinds = names & {"LightningModule", "LightningDataModule", "Callback", *UNCALLED}
         kinds = kinds.union(*(self._kinds.get(ast.unparse(base), ()) for base in node.bases))
         self._kinds[node.name] = kinds
+        for name in sorted(names & STRATEGIES.keys()):
+            self._say(node, f"{name} has no subclasses; derive from lockstep.strategies.{STRATEGIES[name]}")
         if not kinds:
             return
-        names = {**HOOKS, **METHODS} if "LightningModule" in kinds else HOOKS
+        uncalled = {**HOOKS, **METHODS} if "LightningModule" in kinds else {**HOOKS}
+        for kind in kinds & UNCALLED.keys():
+            uncalled |= UNCALLED[kind]
         for child in node.body:
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and child.name in names:
-                self._say(child, f"{node.name}.{child.name} is not called; {names[child.name]}")
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and child.name in uncalled:
+                self._say(child, f"{node.name}.{child.name} is not called; {uncalled[child.name]}")
         if "LightningModule" in kinds:
             own = {child.name for child in node.body if isinstance(child, ast.FunctionDef)}
             for found in _attributes_of_self(node):

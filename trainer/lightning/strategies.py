@@ -18,6 +18,14 @@ class _Renamed(type):
 
     ours: type
 
+    def __init__(cls, name: str, bases: tuple[Any, ...], namespace: dict[str, Any]) -> None:
+        super().__init__(name, bases, namespace)
+        if bases:
+            raise TypeError(
+                f"{name} derives from {bases[0].__name__} of lockstep.lightning, which only makes a "
+                f"{cls.ours.__name__}; derive from lockstep.strategies.{cls.ours.__name__}, whose methods are others"
+            )
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         options = {name: value for name, value in kwargs.items() if value is not None}
         if "timeout" in options:

@@ -120,6 +120,64 @@ def test_what_is_not_an_import_of_lightning_keeps_its_bytes(before: bytes, after
     assert file.read_bytes() == after
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("from  lightning.pytorch  import Trainer\n", "from  lockstep.lightning.pytorch  import Trainer\n"),
+        ("from\tlightning import Trainer\n", "from\tlockstep.lightning import Trainer\n"),
+        ("é = 1; from  lightning import Trainer\n", "é = 1; from  lockstep.lightning import Trainer\n"),
+        ("import  lightning.pytorch  as  pl\n", "import  lockstep.lightning.pytorch as pl\n"),
+    ],
+)
+def test_spaces_in_imports(before: str, after: str) -> None:
+    assert migrate(before) == (after, [])
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        (
+            "from \\\n  lightning import Trainer\n",
+            "lightning is not on the line of its from; write from lockstep.light",
+        ),
+        (
+            "from lightning . pytorch import Trainer\n",
+            "lightning.pytorch is not on the line of its from; write from lo",
+        ),
+        ("import lightning \\\n  as L\n", "the import is on several lines; write import lockstep.lightning as L"),
+    ],
+)
+def test_an_import_that_cannot_be_placed_is_listed(program: str, text: str) -> None:
+    new, findings = migrate(program)
+    assert new == program and [(line, found[: len(text)]) for line, found in findings] == [(1, text)]
+
+
+CALLED = """\
+from lightning.pytorch import Trainer, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+
+class Saves(ModelCheckpoint):
+    def _save_checkpoint(self, trainer, filepath): ...
+class More(Saves):
+    def _remove_checkpoint(self, trainer, filepath): ...
+class Own(DDPStrategy):
+    def setup(self, trainer): ...
+trainer = Trainer.from_argparse_args(1)
+model.to_torchscript()
+"""
+
+
+def test_what_is_never_called_is_listed() -> None:
+    assert [(line, text[:55]) for line, text in migrate(CALLED)[1]] == [
+        (6, "Saves._save_checkpoint is not called; override on_save_"[:55]),
+        (8, "More._remove_checkpoint is not called; override on_save"[:55]),
+        (9, "DDPStrategy has no subclasses; derive from lockstep.stra"[:55]),
+        (11, "Trainer has no attribute 'from_argparse_args'; write Tra"[:55]),
+        (12, "a module has no attribute 'to_torchscript'; call torch."[:55]),
+    ]
+
+
 def test_a_notebook_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.ipynb").write_text('{"cells": []}')  # an expression of Python too
     assert main(["migrate", str(tmp_path / "a.ipynb")]) == 2

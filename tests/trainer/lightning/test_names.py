@@ -414,7 +414,7 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
 
 def test_what_would_have_no_effect_is_refused() -> None:
     module = classifier(pl)()
-    with pytest.raises(TypeError, match="Bar overrides init_train_tqdm, which the progress bar of lockstep.lightning"):
+    with pytest.raises(TypeError, match="Bar overrides init_train_tqdm, which TQDMProgressBar of lockstep.lightning"):
         type("Bar", (pl.callbacks.TQDMProgressBar,), {"init_train_tqdm": lambda *args: None})
     with pytest.raises(ValueError, match="gradient_clip_algorithm must be 'norm' or 'value', got 'foo'"):
         module.clip_gradients(None, 1.0, "foo")

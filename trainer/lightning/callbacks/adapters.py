@@ -14,13 +14,14 @@ from lockstep import callbacks
 from lockstep.callbacks._support.parameter_state import ParameterState, is_held
 from lockstep.callbacks.base import Callback
 from lockstep.strategies.data.source import bounds
+from lockstep.trainer.lightning.callbacks.uncalled import Uncalled
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
     from lockstep.trainer.trainer import Trainer
 
 
-class EarlyStopping(callbacks.EarlyStopping):
+class EarlyStopping(Uncalled, callbacks.EarlyStopping):
     """`lockstep.callbacks.EarlyStopping`."""
 
     def __init__(
@@ -30,12 +31,26 @@ class EarlyStopping(callbacks.EarlyStopping):
         patience: int = 3,
         verbose: bool = False,
         mode: str = "min",
-        *args: Any,
-        **options: Any,
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
     ) -> None:
-        names = ("strict", "check_finite", "stopping_threshold", "divergence_threshold", "check_on_train_epoch_end")
-        options |= dict(zip(names, args, strict=False))
-        super().__init__(monitor, min_delta=min_delta, patience=patience, verbose=verbose, mode=mode, **options)
+        super().__init__(
+            monitor,
+            min_delta=min_delta,
+            patience=patience,
+            verbose=verbose,
+            mode=mode,
+            strict=strict,
+            check_finite=check_finite,
+            stopping_threshold=stopping_threshold,
+            divergence_threshold=divergence_threshold,
+            check_on_train_epoch_end=check_on_train_epoch_end,
+            log_rank_zero_only=log_rank_zero_only,
+        )
 
 
 class DeviceStatsMonitor(callbacks.DeviceStats):
@@ -45,7 +60,7 @@ class DeviceStatsMonitor(callbacks.DeviceStats):
         super().__init__()
 
 
-class LearningRateFinder(callbacks.LRFinder):
+class LearningRateFinder(Uncalled, callbacks.LRFinder):
     """`lockstep.callbacks.LRFinder`, which also searches in too few steps for a suggestion, and then sets nothing."""
 
     fewest_steps = 1
@@ -76,7 +91,7 @@ class LearningRateFinder(callbacks.LRFinder):
         return self.result
 
 
-class BatchSizeFinder(callbacks.BatchSizeFinder):
+class BatchSizeFinder(Uncalled, callbacks.BatchSizeFinder):
     """`lockstep.callbacks.BatchSizeFinder`; raises TypeError for `max_val`, as `max_trials` ends the search."""
 
     def __init__(

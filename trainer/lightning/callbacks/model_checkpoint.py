@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep import callbacks
 from lockstep.callbacks._support.checkpoint_options import filled, versioned
 from lockstep.callbacks.base import Callback
+from lockstep.trainer.lightning.callbacks.uncalled import Uncalled
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
@@ -20,12 +21,12 @@ class Checkpoint(Callback):
     """Base of callbacks that save."""
 
 
-class ModelCheckpoint(callbacks.ModelCheckpoint, Checkpoint):
+class ModelCheckpoint(Uncalled, callbacks.ModelCheckpoint, Checkpoint):
     """`lockstep.callbacks.ModelCheckpoint`, whose folders are named as Lightning names its files.
 
     As in Lightning, validations more or less often than once an epoch make it save after validations only, and
-    `every_n_epochs=0` never saves but for `save_last`. Raises TypeError for `save_on_exception`, and for a
-    CHECKPOINT_NAME_LAST with placeholders.
+    `every_n_epochs=0` never saves but for `save_last`. Raises TypeError for `save_on_exception`, for a
+    CHECKPOINT_NAME_LAST with placeholders, and for a subclass with a method that Lightning's calls on itself.
     """
 
     FILE_EXTENSION = ".ckpt"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep import callbacks
+from lockstep.trainer.lightning.callbacks.uncalled import Uncalled
 from lockstep.trainer.lightning.utilities import ModelSummary as Summary
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class RichModelSummary(ModelSummary):
     """`lockstep.callbacks.ModelSummary`; the table is a text."""
 
 
-class ProgressBar(callbacks.ProgressBar):
+class ProgressBar(Uncalled, callbacks.ProgressBar):
     """`lockstep.callbacks.ProgressBar`; what draws Lightning's bars changes nothing, but `refresh_rate=0` shows none.
 
     Raises TypeError for a subclass that overrides what Lightning's bars call.
@@ -149,14 +150,6 @@ class ProgressBar(callbacks.ProgressBar):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_trainer": None}
-
-    def __init_subclass__(cls) -> None:
-        for name in vars(cls):
-            if name.startswith("init_") and name.endswith("_tqdm"):
-                raise TypeError(
-                    f"{cls.__name__} overrides {name}, which the progress bar of lockstep.lightning does not call; "
-                    "choose what the bar shows with log(prog_bar=True)"
-                )
 
 
 class TQDMProgressBar(ProgressBar):
