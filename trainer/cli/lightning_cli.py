@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.callbacks._support.printing import safe_print
@@ -27,6 +27,8 @@ from lockstep.trainer.module import Module
 from lockstep.trainer.seeding import seed_everything
 
 ArgsType = list[str] | dict[str, Any] | None
+OptimizerCallable = Callable[[Iterable], Optimizer]
+LRSchedulerCallable = Callable[[Optimizer], LRScheduler]
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 _SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path")
 _ROOTS = ("lightning.pytorch.", "pytorch_lightning.")
@@ -37,6 +39,14 @@ _ACCEPTED: Mapping[str, Any] = {
     "load_from_checkpoint_support": ...,
 }
 """Arguments that change nothing here, with the value that they may have; ... for any."""
+
+
+class ReduceLROnPlateau(lr_scheduler.ReduceLROnPlateau):
+    """torch's, with the name of the metric that it monitors."""
+
+    def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **options: Any) -> None:
+        super().__init__(optimizer, *args, **options)
+        self.monitor = monitor
 
 
 class LightningCLI:
@@ -99,6 +109,9 @@ class LightningCLI:
     @staticmethod
     def configure_optimizers(lightning_module: Module, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
         """What the model's `configure_optimizers` returns if the config has an optimizer."""
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
+            scheduler = {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
         return optimizer if lr_scheduler is None else ([optimizer], [lr_scheduler])
 
     # ---- reading -----------------------------------------------------------------------------------------
@@ -245,6 +258,7 @@ def _resolve(words: Sequence[str] | dict[str, Any]) -> Resolved:
         if at_class and isinstance(parsed, str):
             key = (*key, "class")
         parsed = _ours(parsed, key[:-1]) if key[-1] == "class" else _plain(parsed, key)
+        _open_classes(values, key)
         assign(values, key, parsed, "command line")
         origins[key] = "command line"
     for name in values:
@@ -252,6 +266,17 @@ def _resolve(words: Sequence[str] | dict[str, Any]) -> Resolved:
             said = f"no such section{nearest(name, _SECTIONS) or '; there are ' + ', '.join(_SECTIONS)}"
             raise error_at((name,), next((at for key, at in origins.items() if key[0] == name), None), said)
     return Resolved(interpolate(Resolved(values, origins)), origins, values)
+
+
+def _open_classes(values: dict[str, Any], key: Key) -> None:
+    """Let a class that was given by its name, as in `--model.optimizer=SGD`, take arguments below it."""
+    node: Any = values
+    for depth, name in enumerate(key[:-1]):
+        if not isinstance(node, dict):
+            return
+        if isinstance(node.get(name), str):
+            node[name] = {"class": _ours(node[name], key[: depth + 1])}
+        node = node.get(name)
 
 
 def _pairs(words: list[str]) -> list[tuple[str, str]]:
@@ -298,6 +323,8 @@ def _ours(path: Any, key: Key) -> Any:
     for root in _ROOTS:
         if path.startswith(root):
             return f"lockstep.lightning.pytorch.{path.removeprefix(root)}"
+    if key[:1] == ("lr_scheduler",) and path == "ReduceLROnPlateau":
+        return "lockstep.lightning.pytorch.cli.ReduceLROnPlateau"
     known = {"callbacks": "callbacks", "logger": "loggers", "strategy": "strategies"}
     package = known.get(key[1]) if len(key) > 1 and key[0] == "trainer" else None
     if package and path in places()[f"pytorch.{package}"]:

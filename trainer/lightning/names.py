@@ -75,7 +75,9 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         f"{OURS}.strategies": "SimpleProfiler PyTorchProfiler",
     },
     "pytorch.tuner": {f"{OURS}.tuner": "Tuner"},
-    "pytorch.cli": {"trainer.cli.lightning_cli": "LightningCLI ArgsType"},
+    "pytorch.cli": {
+        "trainer.cli.lightning_cli": "LightningCLI ArgsType OptimizerCallable LRSchedulerCallable ReduceLROnPlateau"
+    },
     "pytorch.plugins": {},
     "pytorch.utilities": {
         f"{OURS}.combined": "CombinedLoader",

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import StepLR
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ConstantLR, StepLR
 
 import lockstep.lightning as L
 from lockstep import ConfigError
 from lockstep.lightning.pytorch import callbacks
-from lockstep.lightning.pytorch.cli import LightningCLI
+from lockstep.lightning.pytorch.cli import LightningCLI, LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from tests.trainer.toy import Net, loader
 
 QUIET = ["--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
@@ -149,3 +150,45 @@ def test_a_cli_may_run_the_stage_itself() -> None:
 
     cli = Own(Net, args=["fit", *QUIET])
     assert cli.called == ["before", cli.model]
+
+
+class Validated(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", 1.0)
+
+
+@pytest.mark.parametrize("name", ["ReduceLROnPlateau", "lightning.pytorch.cli.ReduceLROnPlateau"])
+def test_a_scheduler_that_monitors_a_metric(name: str) -> None:
+    words = [*QUIET, "--optimizer=SGD", "--optimizer.lr=0.5", f"--lr_scheduler={name}", "--lr_scheduler.patience=3"]
+    with pytest.raises(ConfigError, match=r"lr_scheduler\.monitor: missing; ReduceLROnPlateau needs it"):
+        LightningCLI(Validated, run=False, args=words)
+    cli = LightningCLI(Validated, run=False, args=[*words, "--lr_scheduler.monitor=val/loss"])
+    cli.trainer.fit(cli.model, loader(), loader(8))
+    (config,) = cli.trainer.lr_scheduler_configs
+    assert isinstance(config.scheduler, ReduceLROnPlateau)
+    assert (config.monitor, config.scheduler.patience, config.scheduler.num_bad_epochs) == ("val/loss", 3, 0)
+
+
+class Called(Net):
+    """Makes what it is given functions for."""
+
+    def __init__(self, optimizer: OptimizerCallable = SGD, scheduler: LRSchedulerCallable = ConstantLR) -> None:
+        super().__init__()
+        self.optimizer, self.scheduler = optimizer, scheduler
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer(self.parameters())
+        return [optimizer], [self.scheduler(optimizer)]
+
+
+GIVEN = ["--model.optimizer=Adam", "--model.optimizer.lr=0.25", "--model.scheduler=StepLR"]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [([], (SGD, 1e-3 / 3, ConstantLR)), ([*GIVEN, "--model.scheduler.step_size=9"], (torch.optim.Adam, 0.25, StepLR))],
+)
+def test_a_model_takes_functions_that_make_optimizers(words: list[str], found: tuple[Any, ...]) -> None:
+    cli = LightningCLI(Called, run=False, args=[*QUIET, *words])
+    (optimizer,), (scheduler,) = cli.model.configure_optimizers()
+    assert (type(optimizer), optimizer.param_groups[0]["lr"], type(scheduler)) == found
