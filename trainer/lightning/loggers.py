@@ -82,12 +82,24 @@ class _WithFolder(_WithPrefix, RunLogger):
     def save(self) -> None:
         """Write what is held, and `hparams.yaml`, which is empty without hyperparameters."""
         super().save()
-        if self._is_writer and not self._hparams and not os.path.exists(os.path.join(self.log_dir, "hparams.yaml")):
+        if not self._is_writer or self._hparams or self._is_void:
+            return
+        if not os.path.exists(os.path.join(self.log_dir, "hparams.yaml")):
             write_hparams(self.log_dir, {})
 
     def finalize(self, status: str) -> None:
+        self._is_void = status != "success" and self._is_empty()
         self.save()
         super().finalize(status)
+        self._is_void = False
+
+    def _is_empty(self) -> bool:
+        """Whether the folder of the run has no file but its lock."""
+        files = (name for _, _, names in os.walk(self.run_dir or "") for name in names)
+        return all(name == "run.lock" for name in files)
+
+    _is_void = False
+    """Whether a run ends that has failed before there was anything to write."""
 
     sub_dir: str | None = None
     """Where the logger writes below the folder of the run."""
@@ -124,7 +136,7 @@ class TensorBoardLogger(_WithFolder, callbacks.TensorBoardLogger):
     ) -> None:
         folder, name = _place(os.path.expandvars(save_dir), name)
         flush_secs = options.pop("flush_secs", 10.0)
-        _refuse("TensorBoardLogger", options)
+        _refuse("TensorBoardLogger", options, "of the SummaryWriter's options it takes flush_secs")
         super().__init__(
             folder,
             name=name,
@@ -225,10 +237,11 @@ class WandbLogger(_WithPrefix, callbacks.WandbLogger):
         experiment: Any = None,
         prefix: str = "",
         checkpoint_name: str | None = None,
+        add_file_policy: str = "mutable",
         **options: Any,
     ) -> None:
         given = {"experiment": experiment, "log_model": log_model, "checkpoint_name": checkpoint_name}
-        _refuse("WandbLogger", given)
+        _refuse("WandbLogger", given | {"add_file_policy": add_file_policy != "mutable"})
         if offline:
             options["mode"] = "offline"
         super().__init__(save_dir or dir, project=project, id=version or id, **options)
@@ -328,10 +341,18 @@ def _place(save_dir: str | os.PathLike[str], name: str | None) -> tuple[Path, st
     return folder.parent, folder.name
 
 
-def _refuse(logger: str, options: dict[str, Any]) -> None:
+_OWN = "upload saved checkpoints in after_save_checkpoint of a logger of your own"
+_INSTEAD = {
+    "log_model": _OWN,
+    "checkpoint_name": _OWN,
+    "experiment": "the logger begins the run of W&B: give its project, and id= of a run to continue",
+    "add_file_policy": "files of W&B are copied when they are logged",
+    "artifact_location": "set it where the experiment is made, with mlflow.create_experiment",
+}
+
+
+def _refuse(logger: str, options: dict[str, Any], others: str = "") -> None:
+    """Raise TypeError for an option that is given; `others` is what to write in the place of others."""
     for name, value in options.items():
         if value:
-            raise TypeError(
-                f"{logger} has no argument {name!r}; upload saved checkpoints in after_save_checkpoint of a logger "
-                "of your own"
-            )
+            raise TypeError(f"{logger} has no argument {name!r}; {_INSTEAD.get(name, others)}")

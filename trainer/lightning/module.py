@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -15,6 +15,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.trainer.datamodule import DataModule
 from lockstep.trainer.hparams import HyperParameters, Namespace
 from lockstep.trainer.lightning.utilities import load_hparams_from_tags_csv, load_hparams_from_yaml
+from lockstep.trainer.lightning_names import MODULE, missing
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run.hooks import overrides
 
@@ -109,6 +110,14 @@ class LightningModule(HyperparametersMixin, Module):
                 f"strict={strict} is in conflict with {cls.__name__}.strict_loading={own}; drop one of them"
             )
         return module
+
+    def to_torchscript(self, *args: Any, **options: Any) -> NoReturn:
+        """Raises AttributeError that says what to call."""
+        raise AttributeError(missing(f"{type(self).__name__} has no", "to_torchscript", MODULE))
+
+    def to_tensorrt(self, *args: Any, **options: Any) -> NoReturn:
+        """Raises AttributeError that says what to call."""
+        raise AttributeError(missing(f"{type(self).__name__} has no", "to_tensorrt", MODULE))
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
