@@ -225,8 +225,8 @@ class Logger(Callback):
     def forget_held(self) -> None:
         """Drop what was logged before a run, as started ranks have written it."""
 
-    def log_hyperparams(self, params: Any, metrics: dict[str, float] | None = None) -> None:
-        """Write hyperparameters (nested dicts of JSON data) and the metrics to compare runs by."""
+    def log_hyperparams(self, params: Any, metrics: dict[str, float] | None = None, step: int | None = None) -> None:
+        """Write hyperparameters (nested dicts of JSON data) and the metrics to compare runs by, which are at `step`."""
 
     def log_text(self, key: str, text: str, step: int | None = None) -> None:
         """Write a text, Markdown allowed."""

@@ -61,9 +61,9 @@ class Timer(Callback):
         """When `stage` last ended, by `time.monotonic()`; None before that, and after a run on started ranks."""
         return self._ended.get(stage)
 
-    def time_remaining(self) -> float | None:
-        """Seconds of training that are left, never below 0; None without a `duration`."""
-        return None if self.duration_s is None else max(0.0, self.duration_s - self.time_elapsed("train"))
+    def time_remaining(self, stage: Stage = "train") -> float | None:
+        """Seconds that training, or another stage, leaves of the `duration`, never below 0; None without one."""
+        return None if self.duration_s is None else max(0.0, self.duration_s - self.time_elapsed(stage))
 
     def state_dict(self) -> dict[str, Any]:
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in ("train", "validate", "test", "predict")}}

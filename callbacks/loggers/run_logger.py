@@ -68,13 +68,13 @@ class RunLogger(Logger):
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._trainer, self._is_writer = trainer, trainer.is_global_zero
 
-    def log_hyperparams(self, params: Any, metrics: dict[str, float] | None = None) -> None:
+    def log_hyperparams(self, params: Any, metrics: dict[str, float] | None = None, step: int | None = None) -> None:
         """Add `params`, a mapping or an argparse namespace, which are written with the first metrics, or by `save` or
         `finalize`."""
         self._hparams |= plain_params(params)
         self._hparams_are_written = False
         if metrics:
-            self.log_metrics(metrics)
+            self.log_metrics(metrics, step)
 
     def save(self) -> None:
         """Write hyperparameters that came before the first metrics."""

@@ -128,13 +128,15 @@ class TensorBoardLogger(RunLogger):
         if self.has_folder and time.monotonic() >= self._next_turn:
             self._hand_over_held()
 
-    def log_hyperparams(self, params: Any, metrics: dict[str, float] | None = None) -> None:
+    def log_hyperparams(self, params: Any, metrics: dict[str, float] | None = None, step: int | None = None) -> None:
         """Show `params` on the HPARAMS and TEXT pages (nested names as `a/b`), and log `metrics` as scalars to compare
         runs by.
 
         Written with the first metrics, or by `save` or `finalize`.
         """
-        super().log_hyperparams(params, {"hp_metric": -1.0} if metrics is None and self.default_hp_metric else metrics)
+        if metrics is None and self.default_hp_metric:
+            metrics = {"hp_metric": -1.0}
+        super().log_hyperparams(params, metrics, step)
 
     def log_text(self, key: str, text: str, step: int | None = None) -> None:
         if self._is_writer:

@@ -196,8 +196,10 @@ class CSVLogger(_WithFolder, callbacks.CSVLogger):
         """Without a run, and without a step, that is the number of the row."""
         super().log_metrics(metrics, self._num_rows if step is None and self._trainer is None else step)
 
-    def log_hyperparams(self, params: Any = None, metrics: dict[str, float] | None = None) -> None:
-        super().log_hyperparams(params or {}, metrics)
+    def log_hyperparams(
+        self, params: Any = None, metrics: dict[str, float] | None = None, step: int | None = None
+    ) -> None:
+        super().log_hyperparams(params or {}, metrics, step)
 
     def log_hparams(self, params: dict[str, Any]) -> None:
         self.log_hyperparams(params)

@@ -36,6 +36,7 @@ METHODS = [
     "callbacks.ModelCheckpoint.__init__",
     "callbacks.LearningRateMonitor.__init__",
     "callbacks.Timer.__init__",
+    "callbacks.Timer.time_remaining",
     "callbacks.LearningRateFinder.__init__",
     "callbacks.BatchSizeFinder.__init__",
     "callbacks.StochasticWeightAveraging.__init__",
@@ -43,6 +44,7 @@ METHODS = [
     "callbacks.BackboneFinetuning.__init__",
     "loggers.TensorBoardLogger.__init__",
     "loggers.CSVLogger.__init__",
+    "loggers.TensorBoardLogger.log_hyperparams",
     "loggers.WandbLogger.__init__",
     "loggers.MLFlowLogger.__init__",
 ]

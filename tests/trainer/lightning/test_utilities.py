@@ -279,7 +279,7 @@ def test_what_torch_compile_has_made_of_a_module_is_compiled_in_the_run(by_name:
 
 def test_only_such_a_module_is_compiled() -> None:
     trainer = pl.Trainer(**QUIET)
-    trainer._plain((torch.compile(classifier(pl)(), backend="eager"),), {})
+    trainer._plain(torch.compile(classifier(pl)(), backend="eager"))
     assert trainer._run.compile_options == {}
-    trainer._plain((classifier(pl)(),), {})
+    trainer._plain(classifier(pl)())
     assert trainer._run.compile_options is None
