@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,18 +54,25 @@ def bindings_of(file: str) -> dict[str, Binding]:
 
 def differs_by_process(name: Any) -> bool:
     """Whether a name or expression is of what processes are to have different, such as RANK, world_size, getpid()."""
-    return isinstance(name, str) and any(word in name.lower() for word in ("rank", "world", "pid"))
+    return isinstance(name, str) and not _OF_PROCESS.isdisjoint(_words(name))
+
+
+def _words(name: str) -> set[str]:
+    """In lower case: `LOCAL_RANK`, `localRank` and `rank0` have the word rank."""
+    return {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
 
 
 def is_of_process(name: Any, value: Any) -> bool:
     """Whether a process is to keep what it has by this name. A program that starts ranks is rank 0 itself, so a number
-    above 1 is a setting, such as `lora_rank = 8`."""
-    is_setting = isinstance(value, (int, float)) and value > 1
-    if is_setting and isinstance(name, str):
-        name = name.lower().replace("rank", "")
-    return differs_by_process(name)
+    above 1 is a setting, such as `lora_rank = 8`, and so is one that is not whole, such as `rank_weight = 0.5`."""
+    if isinstance(value, float) or not isinstance(name, str):
+        return False
+    of_process = _OF_PROCESS - (_RANKS if isinstance(value, int) and value > 1 else set())
+    return not of_process.isdisjoint(_words(name))
 
 
+_RANKS = frozenset({"rank", "ranks", "nrank", "nranks"})
+_OF_PROCESS = _RANKS | {"world", "worldsize", "pid", "pids", "ppid", "getpid", "getppid"}
 _read: dict[str, tuple[int, dict[str, Binding]]] = {}
 _CALLS = (ast.Call, ast.Await, ast.Yield, ast.comprehension, ast.JoinedStr)
 _SIMPLE = ("staticmethod", "classmethod", "property")
