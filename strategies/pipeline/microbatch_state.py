@@ -36,8 +36,9 @@ from lockstep.strategies.pipeline.state.found import (
     scan,
 )
 from lockstep.strategies.pipeline.state.hook_state import Enclosed, hook_holders
-from lockstep.strategies.pipeline.state.snapshot import PLAIN, Slot, Snapshot
-from lockstep.strategies.pipeline.state.watch import ADVICE, Watch, in_evaluation, refuse
+from lockstep.strategies.pipeline.state.marks import PLAIN
+from lockstep.strategies.pipeline.state.snapshot import Slot, Snapshot
+from lockstep.strategies.pipeline.state.watch import ADVICE, Watch, in_evaluation, partial, refuse
 from lockstep.strategies.sync.collectives import broadcast
 from lockstep.strategies.sync.contents import sum_of_bits
 
@@ -82,8 +83,8 @@ class StepState:
         self._evaluated: tuple[Found, list[int], Snapshot | None] | None = None
         self._kept = NOTHING
         self._changed_once: set[tuple[int, str, Any]] = set()
-        self._changed_now: set[tuple[int, str, Any]] = set()
-        """In this micro-batch."""
+        self._changed_now: dict[tuple[int, str, Any], Any] = {}
+        """In this micro-batch, and to what."""
         self._changed_by_hooks: set[tuple[int, str, Any]] = set()
         self._held: dict[Place, Tensor] | None = None
         self._partial: set[Place] = set()
@@ -107,13 +108,14 @@ class StepState:
             self._registered = RemovableHandle.next_id
             known = [holder for holder in self._layers if isinstance(holder, Enclosed)]
             self._layers = [*self._own_code, *hook_holders(self._hooked, known)]
-        self._kept, cut = scan(self._layers), len(sizes_of_parts) > 1
+            self._watch.watch_layers(holder for holder in self._layers if isinstance(holder, nn.Module))
+        self._kept, cut = self._now_in_layers(), len(sizes_of_parts) > 1
         tensors = [*self._tensors, *self._layer_tensors] if cut else self._tensors
         versions = [t._version for t in tensors]
         self._watch.begin(len(sizes_of_parts))
         bits = self._bits() if cut and self._watch.is_watching else []
         yield
-        self._refuse_counting(scan(self._layers))  # in the backward
+        self._refuse_counting(self._now_in_layers())  # in the backward
         self._refuse_grown(self._start, self._now(), "training_step")
         self._refuse_counting_samples()
         if versions != [t._version for t in tensors]:
@@ -124,11 +126,7 @@ class StepState:
                 self._refuse_in_place(tensor)
         slots = [Slot(holder_of(*p), p[1] if p[2] is None else p[2], self._name(p), None) for p in self._partial]
         for slot in (*slots, *self._watch.partial()):
-            slot.holder[slot.key] = Refusing(
-                f"training_step has set self.{slot.name}, but a pipeline runs it for each part of a "
-                "micro-batch, so it holds a part; return it from training_step and read it in on_train_batch_end, or "
-                "use self.log"
-            )
+            slot.put(partial(slot.name))
 
     @contextmanager
     def run(self, is_last: bool = False, stage: int = 0) -> Iterator[None]:
@@ -136,6 +134,8 @@ class StepState:
         with self._watch.around(stage):
             self._put(self._start)
             self._called = None
+            if self._watch.setting:
+                self._kept = self._now_in_layers()
             yield
             self._follow(is_last)
 
@@ -146,7 +146,7 @@ class StepState:
         before = self._now(), scan(self._layers)
         with self._watch.before_backward():
             yield
-        for one, other in zip(before, (self._now(), scan(self._layers)), strict=True):
+        for one, other in zip(before, (self._now(), self._now_in_layers()), strict=True):
             if (place := next(differences(one, other), None)) is not None:
                 raise RuntimeError(
                     f"on_before_backward changes {self._name(place)}, but a pipeline calls it for each part of a "
@@ -189,7 +189,7 @@ class StepState:
         statistics = [(buffer, buffer.clone()) for buffer in self._statistics]
         try:
             if is_whole:
-                self._refuse_counting(scan(self._layers))
+                self._refuse_counting(self._now_in_layers())
                 self._watch.begin_again()
                 self._put(self._start)
             with metrics_uncounted(self._model), before.refusing_iterators(ADVICE):
@@ -207,8 +207,8 @@ class StepState:
             for buffer, values in statistics:
                 buffer.data.copy_(values)
             if is_whole:
-                restore(self._kept, scan(self._layers).numbers)
-                self._kept = scan(self._layers)
+                restore(self._kept, self._now_in_layers().numbers)
+                self._kept = self._now_in_layers()
 
     @property
     def asks_whole(self) -> bool:
@@ -250,13 +250,19 @@ class StepState:
 
     def refuse_apart(self) -> None:
         """Raise RuntimeError naming a number that hooks have changed on the rank of the last stage alone, as those do
-        that use `outputs`, and that steps use. All ranks of the pipeline call it before a micro-batch."""
+        that use `outputs`, and that steps use. What refuses use there does so on all. All ranks of the pipeline call
+        it before a micro-batch."""
         if not self._watch.are_due or self._end is None:
             return
         before, now = self._end.numbers, self._now().numbers
         used = {place: value for place, value in now.items() if isinstance(value, PLAIN) and self._is_used(place)}
         changed = {self._name(p): repr(v) for p, v in used.items() if p not in before or are_other(before[p], v)}
-        theirs = broadcast(changed, *self._last)
+        theirs, refused = broadcast((changed, self._watch.refused()), *self._last)
+        modules = dict(self._model.named_modules()) if refused else {}
+        for path, _, key in (name.rpartition(".") for name in refused):
+            own: Any = vars(modules[path]) if path in modules else {}
+            if key in own and not isinstance(own[key], Refusing):  # it is set where only the last stage comes
+                own[key] = partial(f"{path}.{key}".lstrip("."))
         for place, value in used.items() if theirs else ():
             name = self._name(place)
             if name in theirs and name not in changed and theirs[name] != repr(value):
@@ -272,8 +278,11 @@ class StepState:
         return place[2] is not BUFFER and place[1] in self._watch.names
 
     def _now(self) -> Found:
-        found = scan([*self._outside, *(p for p in self._parameters if p.__dict__)])
+        found = scan([*self._outside, *(p for p in self._parameters if p.__dict__)], self._watch.storing_items)
         return found._replace(plain=self._plain.now())
+
+    def _now_in_layers(self) -> Found:
+        return scan(self._layers, self._watch.storing_items)
 
     def _put(self, found: Found) -> None:
         restore(found, self._now().numbers)
@@ -281,7 +290,7 @@ class StepState:
 
     def _follow(self, is_last: bool) -> None:
         """After a run of the step: what it leaves is what the others leave."""
-        end, layers = self._now(), scan(self._layers)
+        end, layers = self._now(), self._now_in_layers()
         for place in differences(self._called, end) if is_last and self._called is not None else ():
             if not self._is_text(place, end):
                 refuse(
@@ -294,16 +303,20 @@ class StepState:
                 refuse(f"leaves another {self._name(place)} for each part of a micro-batch", f"change it {ADVICE}")
         self._refuse_grown(self._start, end, "training_step")
         self._end = end
-        held = layers.tensors if self._watch.is_watching else {**end.tensors, **layers.tensors}
+        held = {} if self._watch.is_watching else {**end.tensors, **layers.tensors}
         if self._held is not None:  # what each run sets again holds one part; a cache is set once
             self._partial.update(
                 place
                 for place, value in held.items()
                 if (before := self._held.get(place)) is not value
-                and (place not in self._start.numbers or before is None or not equal(before, value))
+                and not (self._may_be_cache(place) and before is not None and equal(before, value))
             )
         self._held = held
         self._refuse_counting(layers)
+
+    def _may_be_cache(self, place: Place) -> bool:
+        """Whether each run finds nothing in a place, or what the micro-batch found, and may fill it alike."""
+        return place in self._start.numbers or place[0] in self._watch.setting
 
     def _is_text(self, place: Place, end: Found) -> bool:
         """Whether a string has changed, which may be used within the run."""
@@ -341,9 +354,13 @@ class StepState:
         for place in {**before, **now}:
             if are_other(before.get(place), now.get(place)):
                 key = (id(place[0]), place[1], place[2])
-                is_known, is_first = key in self._changed_once, key not in self._changed_now
+                is_first = key not in self._changed_now
+                is_again = place[0] in self._watch.setting and not is_first
+                is_known = key in self._changed_once
+                if is_again:  # each run begins with what the micro-batch found, and is to leave the same
+                    is_known = are_other(self._changed_now[key], now.get(place))
                 self._changed_once.add(key)
-                self._changed_now.add(key)
+                self._changed_now[key] = now.get(place)
                 may_change = is_first and isinstance(place[0], nn.Module)
                 if is_known and not (may_change and self._is_text(place, layers)):
                     what = "hook" if isinstance(place[0], Enclosed) else "layer"

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.strategies.launch.program.values import put_attribute, slots
-from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.modules.absent import Refusing, is_here
 from lockstep.strategies.modules.blocks import OF_TORCH, is_of_user
 from lockstep.strategies.modules.parameter_hooks import is_of_engines
 from lockstep.strategies.sync.contents import (
@@ -33,7 +33,7 @@ from lockstep.strategies.sync.contents import (
     same_values,
 )
 
-_PLAIN = {type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray}
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray, Refusing}
 _CONTAINERS = {list, tuple, set, frozenset, deque}
 _MAPPINGS = {dict, OrderedDict, defaultdict, Counter}
 _LEAD_BACK = frozenset({"_trainer", "_module", "_toggled", "trainer"})
@@ -55,7 +55,7 @@ def attributes(owner: Any) -> dict[str, Any]:
 
 def own_data(owner: Any) -> dict[str, Any]:
     """The attributes of a layer, DataModule, callback or parameter that are data: numbers, strings, tensors, arrays,
-    and containers and dataclasses of them."""
+    and containers and dataclasses of them; and what stands for one that has no value outside of a step."""
     return {name: value for name, value in attributes(owner).items() if _is_data(value)}
 
 

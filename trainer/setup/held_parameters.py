@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.strategies.launch.program.functions import codes_of, variables_of
+from lockstep.strategies.launch.program.functions import codes_of, is_users_class, variables_of
 from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES
 from lockstep.trainer.kept.values import dict_of, fields, slots
 from lockstep.trainer.metrics.groups import fix_groups
-from lockstep.trainer.shares.user_state import is_theirs, is_users_class
+from lockstep.trainer.shares.user_state import is_theirs
 
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.strategies.launch.program.functions import codes_of, variables_of
+from lockstep.strategies.launch.program.functions import OTHERS, codes_of, is_users_class, variables_of
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import OF_TORCH
 from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES, OF_MODULE
@@ -46,8 +46,6 @@ _READ_BYTES = 2**22
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _OF_CLASSES = (int, float, Tensor, np.ndarray, list, dict, set, deque)
 """What is read of a class, which all its objects have in common."""
-_OTHERS = ("torch", "lockstep", "torchmetrics", "numpy", "builtins", "logging", "threading", "concurrent", "tqdm")
-"""Packages of whose objects nothing is read."""
 _OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _NOT_THEIRS = (OF_TORCH - {"training"}) | {"trainer", "_trainer", "_module", "_toggled"}
 """Attributes that every module or callback has: parameters and buffers are compared by themselves."""
@@ -230,10 +228,6 @@ def _differ(one: Any, other: Any) -> bool:
     return differ(one, other)
 
 
-def is_users_class(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in _OTHERS
-
-
 def _found(run: RunState, model: ModelParts) -> _Found:
     """Marks of all that user code remembers outside of parameters, buffers and optimizer state."""
     search = _Search([*model.known, *run.streams.values()])
@@ -329,7 +323,7 @@ class _Search:
 def is_theirs(hook: Any) -> bool:
     """Whether a function, or the class of an object that is called, belongs to another package than those used here."""
     module = hook.__module__ if isinstance(hook, FunctionType) else type(hook).__module__
-    return (module or "").partition(".")[0] not in _OTHERS
+    return (module or "").partition(".")[0] not in OTHERS
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -7,6 +7,14 @@ from contextlib import suppress
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+OTHERS = ("torch", "lockstep", "torchmetrics", "numpy", "builtins", "logging", "threading", "concurrent", "tqdm")
+"""Packages of whose objects nothing is read that user code may have changed."""
+
+
+def is_users_class(kind: type) -> bool:
+    """Whether objects of a class, the program's or an installed package's, hold what user code may have changed."""
+    return str(kind.__module__).partition(".")[0] not in OTHERS
+
 
 def codes_of(function: FunctionType) -> list[CodeType]:
     """Its code, and that of the functions, comprehensions and classes within it."""

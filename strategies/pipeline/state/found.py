@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import OF_TORCH, measures
 from lockstep.strategies.modules.side_effect_free import PlainValues, differ
+from lockstep.strategies.pipeline.state.marks import PLAIN
+from lockstep.strategies.pipeline.state.snapshot import MANY, is_followed
 
-_KINDS = frozenset((type(None), bool, int, float, complex, str))
 _NO_STATE = OF_TORCH - {"training"}
 Holder = nn.Module | Tensor
 """What user code sets attributes of: a module, or a parameter."""
@@ -70,12 +70,13 @@ def is_other(before: Any, now: Any) -> bool:
     return isinstance(now, int | float) and not (type(now) is type(before) and now == before)
 
 
-def scan(holders: Iterable[Any]) -> Found:
-    """Numbers, strings and None among the attributes, and in attributes that are dicts; buffers, which a step may
-    replace; lists by their lengths, and tensors."""
+def scan(holders: Iterable[Any], stored: Collection[str] = ()) -> Found:
+    """Numbers, strings and None among the attributes, and in attributes that are dicts and followed; buffers, which a
+    step may replace; lists by their lengths, and tensors. Steps store items into dicts that are `stored`."""
     found = Found({}, {}, {})
     numbers, sizes, tensors, _ = found
     for module in holders:
+        is_module = isinstance(module, nn.Module | Tensor)
         if isinstance(module, nn.Module) and module._buffers and not measures(module):
             for name, buffer in module._buffers.items():
                 if buffer is not None and is_here(buffer):
@@ -83,17 +84,18 @@ def scan(holders: Iterable[Any]) -> Found:
         for name, value in vars(module).items():
             if name in _NO_STATE:
                 continue
-            if type(value) in _KINDS or isinstance(value, np.number):
+            if isinstance(value, PLAIN):
                 numbers[module, name, None] = value
             elif isinstance(value, Tensor):
                 tensors[module, name, None] = value
             elif isinstance(value, list | deque):
                 sizes[module, name, None] = len(value)
-            elif isinstance(value, dict):
-                for key, item in value.items():
+            elif isinstance(value, dict) and (len(value) <= MANY or not is_module or name in stored):
+                follows = is_followed(name, value, stored) or not is_module
+                for key, item in dict.items(value):
                     if isinstance(item, list | deque):
                         sizes[module, name, key] = len(item)
-                    elif type(value) is dict and (type(item) in _KINDS or isinstance(item, np.number)):
+                    elif follows and isinstance(item, PLAIN):
                         numbers[module, name, key] = item
     return found
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-from lockstep.strategies.launch.program.changes import is_own_class
-from lockstep.strategies.launch.program.functions import codes_of, variables_of
+from lockstep.strategies.launch.program.functions import codes_of, is_users_class, variables_of
 
 
 def functions_of(modules: Iterable[nn.Module], steps: Iterable[str]) -> list[FunctionType]:
@@ -31,21 +31,26 @@ def functions_of(modules: Iterable[nn.Module], steps: Iterable[str]) -> list[Fun
             ]
             named = *globals_of(function), *enclosed_by(function)
             called += (each for _, each in named if isinstance(each, FunctionType))
-            new = [each for each in called if each not in found and is_own_function(each)]
+            new = [each for each in called if each not in found and is_users_function(each)]
             found |= dict.fromkeys(new, owner)
             waiting += new
     return [*found]
 
 
-def is_own_function(function: Any) -> bool:
-    """Whether the program defines it."""
-    return isinstance(function, FunctionType) and is_own_class(function)  # type: ignore[arg-type]
+def is_users_function(function: Any) -> bool:
+    """Whether the program or an installed package defines it."""
+    return isinstance(function, FunctionType) and is_read(function)
+
+
+def is_read(defined: Any) -> bool:
+    """Whether a class or function may hold in its attributes or globals what a step changes."""
+    return is_users_class(defined) and defined.__module__.partition(".")[0] not in sys.stdlib_module_names
 
 
 def _methods(kind: type, name: str) -> list[FunctionType]:
     member: Any = inspect.getattr_static(kind, name, None)
     member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-    return [member] if is_own_function(member) else []
+    return [member] if is_users_function(member) else []
 
 
 def names_in(function: FunctionType) -> set[str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Iterator, Sequence
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -13,12 +15,15 @@ from torch import nn
 
 from lockstep.strategies.launch.program.functions import codes_of
 from lockstep.strategies.modules.absent import Refusing
-from lockstep.strategies.pipeline.state.snapshot import PLAIN, Slot, Snapshot
+from lockstep.strategies.modules.blocks import OF_TORCH
+from lockstep.strategies.pipeline.state.marks import PLAIN, content_of, put_content
+from lockstep.strategies.pipeline.state.snapshot import Slot, Snapshot
 from lockstep.strategies.pipeline.state.step_code import functions_of, names_in
 
 ADVICE = "in on_train_batch_start or on_train_batch_end, which run once on every rank"
 _STEPS = "training_step", "validation_step", "test_step", "predict_step"
 _FIRST = 4
+_log = logging.getLogger("lockstep")
 
 
 class Watch:
@@ -28,18 +33,31 @@ class Watch:
     Each run of a micro-batch that is watched begins with what the micro-batch found, and leaves what the others
     leave: nothing else, or what was not there before, as in a cache. What another object takes the place of in an
     attribute or a dict, for each part of a micro-batch, may be used within the run only.
+
+    Layers that set objects, such as the state of a recurrent one, begin each run with what the micro-batch found in
+    them, also if it is not watched. Others keep their numbers, so that one that counts is refused at once.
     """
 
     def __init__(self, model: nn.Module, outside: Sequence[nn.Module], layers: Sequence[nn.Module]) -> None:
+        self._model = model
         named = dict(model.named_modules())
         self._outside = {name: module for name, module in named.items() if module in {*outside}}
-        self._layers = {name: module for name, module in named.items() if module in {*layers}}
-        self._model = model
+        self._own_code = [*outside, *layers]
+        self.watch_layers(layers)
         self._count = self._evaluations = self.num_parts = 0
         self._start: Snapshot | None = None
         self._called: Snapshot | None = None
         self._ends: dict[int, Snapshot] = {}
+        self._layers_start: Snapshot | None = None
+        self._layers_ends: dict[int, Snapshot] = {}
+        self.setting: set[nn.Module] = set()
+        """Layers that have set objects."""
+        self._contents: list[tuple[Any, Any]] = []
+        """What is in the attributes of these, and in containers there, as the micro-batch begins."""
         self._changed_once: set[str] = set()
+        self._changed_now: set[str] = set()
+        """In this micro-batch."""
+        self._named: set[str] = set()
         self._filled: set[str] = set()
         self._partial: dict[tuple[int, Any], Slot] = {}
         self._before: list[tuple[Slot, Any]] = []
@@ -56,10 +74,14 @@ class Watch:
 
     def begin(self, num_parts: int) -> None:
         """A micro-batch of so many parts begins."""
-        self.num_parts, self._ends = num_parts, {}
-        self._start = self.snapshot() if self.are_due and num_parts else None
+        self.num_parts, self._ends, self._layers_ends = num_parts, {}, {}
+        is_watched = self.are_due and num_parts > 0
+        self._start = self.snapshot() if is_watched else None
+        self._layers_start = self._of_layers() if is_watched else None
+        self._changed_now.clear()
         self._count += num_parts > 0
-        self._before = [(slot, slot.holder.get(slot.key)) for slot in self._partial.values()]
+        self._before = [(slot, slot.now()) for slot in self._partial.values()]
+        self._contents = [] if is_watched else [(held, content_of(held)) for m in self.setting for held in _held_in(m)]
 
     def begin_again(self) -> None:
         """Give containers and objects what this micro-batch found."""
@@ -69,35 +91,49 @@ class Watch:
     def partial(self) -> list[Slot]:
         """At the end of a micro-batch: where there is what belongs to a part of it."""
         known = {(id(slot.holder), slot.key) for slot, _ in self._before}
-        found = [slot for slot, before in self._before if slot.holder.get(slot.key, before) is not before]
+        found = [slot for slot, before in self._before if slot.now() is not before]
         found += [slot for place, slot in self._partial.items() if place not in known]
-        if self._start is not None:
-            kept = filter(self._start.holds, self._partial.values())
+        if self._start is not None and self._layers_start is not None:
+            kept = [s for s in self._partial.values() if self._start.holds(s) or self._layers_start.holds(s)]
             self._partial = {(id(slot.holder), slot.key): slot._replace(value=None) for slot in kept}
-        self._start, self._ends = None, {}
+        self._start = self._layers_start = None
+        self._ends, self._layers_ends, self._contents = {}, {}, []
         return found
+
+    def refused(self) -> list[str]:
+        """The names of what holds a part, and refuses any use."""
+        return [slot.name for slot in self._partial.values() if isinstance(slot.now(), Refusing)]
 
     def snapshot(self) -> Snapshot:
         """At what is outside of the layers."""
-        return Snapshot(self._outside, self._functions, self._known)
+        found = Snapshot(self._outside, self._functions, self._known, self.storing_items)
+        for name in sorted(found.cut - self._named):
+            _log.warning(
+                "%s holds too much to be read whole: what training_step changes in it is not all noticed, but a "
+                "pipeline runs it for each part of a micro-batch; change it %s",
+                name,
+                ADVICE,
+            )
+        self._named |= found.cut
+        return found
 
     @contextmanager
     def around(self, stage: int) -> Iterator[None]:
         """Around a run of the step for a stage. Raises RuntimeError naming what it changes."""
-        if self._start is None:
+        if self._start is None or self._layers_start is None:
+            for holder, content in self._contents:
+                put_content(holder, content)
+            for slot, before in self._before:
+                slot.put(before)
             yield
             return
         self._start.put_back()
+        self._layers_start.put_back(of=self.setting)
         layers = self._of_layers()
         with self._start.refusing_iterators(ADVICE), layers.refusing_iterators(ADVICE):
             yield
         self._compare(stage, self.snapshot())
-        for name, slot, is_new, _, is_item in self._of_layers().changed(layers):
-            if is_new or is_item or (slot is not None and not isinstance(slot.value, PLAIN)):
-                continue
-            if name in self._changed_once:
-                refuse(f"calls a layer that counts in {name}", f"count {ADVICE}")
-            self._changed_once.add(name)
+        self._compare_layers(stage, layers, self._of_layers())
 
     def calling(self) -> None:
         """On the last stage, the step calls the pipelined module."""
@@ -122,14 +158,14 @@ class Watch:
     def refuse_in_evaluation(self, called: Snapshot) -> None:
         """Raise RuntimeError naming what an evaluation step has changed since; what it has set refuses any use."""
         new = set[str]()
-        for name, slot, is_new, *_ in self.snapshot().changed(called):
-            filled = name.partition("[")[0]
-            if is_new and filled not in self._filled:  # a cache is filled once
+        for change in self.snapshot().changed(called):
+            name, slot, filled = change.name, change.slot, change.name.partition("[")[0]
+            if change.is_new and filled not in self._filled:  # a cache is filled once
                 new.add(filled)
                 continue
             if slot is None or isinstance(slot.value, PLAIN):
                 raise in_evaluation(name)
-            slot.holder[slot.key] = Refusing(str(in_evaluation(slot.name)))
+            slot.put(Refusing(str(in_evaluation(slot.name))))
         self._filled |= new
 
     @functools.cached_property
@@ -140,17 +176,29 @@ class Watch:
     @functools.cached_property
     def stored(self) -> set[str]:
         """Those to which it assigns, or to whose items."""
-        operations = [each for f in self._functions for code in codes_of(f) for each in dis.get_instructions(code)]
-        has_items = any(each.opname == "STORE_SUBSCR" for each in operations)
+        operations = [each for f in self._functions for each in _operations(f)]
+        has_items = any(each.opname in _STORING for each in operations)
         return {each.argval for each in operations if each.opname == "STORE_ATTR"} | (
             self.names if has_items else set()
         )
+
+    @functools.cached_property
+    def storing_items(self) -> set[str]:
+        """The names in functions that store items, by statements or by methods of dicts."""
+        found = [f for f in self._functions if any(each.opname in _STORING for each in _operations(f))]
+        found += [f for f in self._functions if not _STORING_METHODS.isdisjoint(names_in(f))]
+        return set[str]().union(*map(names_in, found))
+
+    def watch_layers(self, layers: Iterable[nn.Module]) -> None:
+        """From now on: those of this rank that have code or hooks of the user's."""
+        watched = {*layers}
+        self._layers = {name: module for name, module in self._model.named_modules() if module in watched}
 
     # ---- helpers ---------------------------------------------------------------------------------------
 
     @functools.cached_property
     def _functions(self) -> Any:
-        return functions_of([*self._outside.values(), *self._layers.values()], _STEPS)
+        return functions_of(self._own_code, _STEPS)
 
     @property
     def _known(self) -> set[int]:
@@ -158,7 +206,31 @@ class Watch:
         return {*map(id, self._model.modules()), *map(id, self._model.parameters()), *map(id, self._model.buffers())}
 
     def _of_layers(self) -> Snapshot:
-        return Snapshot(self._layers, (), self._known)
+        return Snapshot(self._layers, (), self._known, self.storing_items)
+
+    def _compare_layers(self, stage: int, begun: Snapshot, end: Snapshot) -> None:
+        """A run of the step for a stage began with what was `begun`."""
+        assert self._layers_start is not None
+        before = self._layers_ends.get(stage)
+        self._layers_ends[stage] = end
+        for change in end.changed(begun):
+            if not change.counts and not change.grows_a_list:
+                self.setting |= end.owners_of(change.name)
+            if change.is_new or not change.counts:
+                continue
+            puts_back = end.owners_of(change.name) <= self.setting
+            if change.name in self._changed_once and not (puts_back and change.name in self._changed_now):
+                refuse(f"calls a layer that counts in {change.name}", f"count {ADVICE}")
+            self._changed_once.add(change.name)
+            self._changed_now.add(change.name)
+        for change in end.changed(before) if before is not None else ():
+            if (change.is_cache or change.is_missing) and self._layers_start.held_nothing(change.name):
+                continue
+            if change.counts and not end.owners_of(change.name) <= self.setting:
+                continue
+            if change.slot is None or change.counts:
+                refuse(f"calls a layer that counts in {change.name}", f"count {ADVICE}")
+            self._partial[id(change.slot.holder), change.slot.key] = change.slot
 
     def _compare(self, stage: int, end: Snapshot) -> None:
         assert self._start is not None
@@ -169,14 +241,14 @@ class Watch:
         before = self._ends.get(stage)
         self._ends[stage] = end
         for change in end.changed(before) if before is not None else ():
-            if change.is_item:  # each run sets it
+            if change.is_cache and self._start.held_nothing(change.name):
                 continue
             if (slot := change.slot) is None or change.counts_in_globals:
                 refuse(f"leaves another {change.name} for each part of a micro-batch", f"change it {ADVICE}")
             self._partial[id(slot.holder), slot.key] = slot
         for change in end.changed(self._start):
             slot = change.slot
-            if change.is_new or change.is_item or (slot is not None and (id(slot.holder), slot.key) in self._partial):
+            if change.is_new or (slot is not None and (id(slot.holder), slot.key) in self._partial):
                 continue
             is_set = slot is not None and not change.is_global and self._sets_again(slot)
             if slot is None or change.counts_in_globals or (before is not None and not is_set):
@@ -188,12 +260,20 @@ class Watch:
         """Whether another object is in a slot, or the slot is in one, rather than another number in the same one."""
         assert self._start is not None
         is_other = not isinstance(slot.value, PLAIN) or not self._start.holds(slot)
-        return is_other and slot.key in slot.holder
+        return is_other and slot.is_there
 
 
 def refuse(what: str, instead: str) -> NoReturn:
     """Raise RuntimeError for what a step does."""
     raise RuntimeError(f"training_step {what}, but a pipeline runs it for each part of a micro-batch; {instead}")
+
+
+def partial(name: str) -> Refusing:
+    """In the place of what belongs to a part of a micro-batch."""
+    return Refusing(
+        f"training_step has set self.{name}, but a pipeline runs it for each part of a micro-batch, so it holds a "
+        "part; return it from training_step and read it in on_train_batch_end, or use self.log"
+    )
 
 
 def in_evaluation(name: str) -> RuntimeError:
@@ -208,6 +288,21 @@ def in_evaluation(name: str) -> RuntimeError:
 def _changed(now: Snapshot, before: Snapshot) -> str | None:
     counted = (each for each in now.changed(before) if not each.is_new)
     return next((each.name for each in counted if each.slot is None or isinstance(each.slot.value, PLAIN)), None)
+
+
+_STORING = {"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"}
+_STORING_METHODS = {"update", "pop", "popitem", "setdefault", "clear", "subtract", "move_to_end", "__setitem__"}
+
+
+def _operations(function: Any) -> Iterator[dis.Instruction]:
+    return (each for code in codes_of(function) for each in dis.get_instructions(code))
+
+
+def _held_in(layer: nn.Module) -> list[Any]:
+    """Its attributes, and the containers among them."""
+    own = vars(layer)
+    kinds = (dict, list, deque, set)
+    return [own, *(value for name, value in own.items() if isinstance(value, kinds) and name not in OF_TORCH)]
 
 
 def _is_due(number: int) -> bool:
