@@ -115,7 +115,7 @@ class DDP(SPMDStrategy[Replica]):
 
     def wrap(self, model: nn.Module) -> Replica:
         model = model.to(self.topology.device)
-        share_buffers(model.modules())
+        share_buffers(model.modules(), caches=True)
         if self.compressor is None:
             if self.all_reduce_by != "auto":
                 self._all_reduce = AllReduce(self.all_reduce_by, self.topology.node_rank, self.topology.device)

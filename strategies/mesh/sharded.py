@@ -178,7 +178,7 @@ class ShardedStrategy(ShardedOptimizers):
     def setup_optimizers(self, wrapped: MeshModel, optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
         attached = super().setup_optimizers(wrapped, optimizers)
         self._named = self._sharded_by_name(wrapped)
-        self._buffers = SharedBuffers(self.unwrap(wrapped), self.options.broadcast_buffers, self._peers)
+        self._buffers = SharedBuffers(self.unwrap(wrapped), self.options.broadcast_buffers)
         return attached
 
     @contextmanager
@@ -219,7 +219,8 @@ class ShardedStrategy(ShardedOptimizers):
         try:
             bracket = nullcontext() if hooks.automatic else wrapped.open()
             by_class = steps.losses_by_class(self.options.loss_parallel and "tensor" in self._sizes)
-            with explained("training_step"), by_class, bracket, shared(self._buffers, window, self.name):
+            share = shared(self._buffers, window, self.name, self._peers)
+            with explained("training_step"), by_class, bracket, share:
                 result = super().forward_backward(wrapped, step_fn, window, hooks)
         finally:
             self._in_step = False

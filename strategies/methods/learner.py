@@ -16,6 +16,9 @@ from lockstep.strategies.sync.contents import checksum
 Numbers = dict[tuple[str, int, str], Any]
 """By optimizer, group and key what an optimizer's own steps leave in `param_groups`."""
 
+Buffers = dict[tuple[nn.Module, str], Tensor | None]
+"""By module and name, also what is None yet."""
+
 _NONE = object()
 """Stands for a number that a group does not have yet."""
 
@@ -27,7 +30,7 @@ class Learner:
         self.number = number
         self.weights: list[Tensor] = []
         """Of all parameters of the model, in order."""
-        self.buffers: list[Tensor] = []
+        self.buffers: Buffers = {}
         self.gradients: list[Tensor | None] = []
         """Those of its last step, until they are cleared."""
         self.state: dict[str, dict[Any, Any]] = {}
@@ -40,12 +43,13 @@ class Learner:
         self.counted_at: dict[int, float] = {}
         """By fragment `counted` when that was last sent."""
 
-    def start_from(self, weights: Mapping[int, Tensor], buffers: list[Tensor]) -> None:
-        """Copy these weights, by their place, and these buffers if there are any."""
+    def start_from(self, weights: Mapping[int, Tensor], buffers: Buffers) -> None:
+        """Copy these weights, by their place, and these buffers if there are any, but for caches."""
         for place, common in weights.items():
             self.weights[place].copy_(common)
-        for mine, common in zip(self.buffers, buffers, strict=False):
-            mine.copy_(common)
+        for (module, name), buffer in buffers.items():
+            if name not in module._non_persistent_buffers_set:
+                self.buffers[module, name] = None if buffer is None else buffer.clone()
 
     def copy_state(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Take over, as copies, the state that the optimizers have now."""
@@ -195,12 +199,35 @@ def _of_groups(optimizers: Mapping[str, Optimizer]) -> Numbers:
     }
 
 
+def buffers_of(model: nn.Module) -> Buffers:
+    """What the model holds now."""
+    return {
+        (module, name): None if buffer is None else buffer.data
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    }
+
+
+def put_buffers(model: nn.Module, buffers: Buffers) -> None:
+    """Let the model hold these, and no others."""
+    for module in model.modules():
+        for name in [name for name in module._buffers if (module, name) not in buffers]:
+            del module._buffers[name]
+    for (module, name), value in buffers.items():
+        if value is None or (held := module._buffers.get(name)) is None:
+            module._buffers[name] = value
+        else:
+            held.data = value
+
+
 def make_learners(numbers: Iterable[int], model: nn.Module, optimizers: Mapping[str, Optimizer]) -> list[Learner]:
     """Learners with what model and optimizers hold now; the first one's weights and buffers are the model's own."""
     learners = [Learner(number) for number in numbers]
     for i, learner in enumerate(learners):
         learner.weights = [p.data.clone() if i else p.data for p in model.parameters()]
-        learner.buffers = [buffer.data.clone() if i else buffer.data for buffer in model.buffers()]
+        learner.buffers = buffers_of(model)
+        if i:
+            learner.buffers = {at: None if b is None else b.clone() for at, b in learner.buffers.items()}
         if len(learners) > 1:
             learner.copy_state(optimizers)
     return learners

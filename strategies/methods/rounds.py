@@ -18,7 +18,7 @@ from lockstep.strategies.checkpoint_state import Reader, State
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.methods import learner_state
 from lockstep.strategies.methods.beside import Beside
-from lockstep.strategies.methods.learner import Learner, Marks, OwnNumbers, make_learners
+from lockstep.strategies.methods.learner import Learner, Marks, OwnNumbers, buffers_of, make_learners, put_buffers
 from lockstep.strategies.methods.options import Rounds
 from lockstep.strategies.methods.outer import Counterparts, Outer
 from lockstep.strategies.modules.model_changes import shortened
@@ -95,10 +95,11 @@ class LearnerRounds(SPMDStrategy[W]):
         return optimizers
 
     def teardown(self) -> None:
-        self._end_turns()
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = self._beside = None
+        self._outer = None
+        self._forget()
         super().teardown()
 
     def trainability_changed(self, wrapped: W, names: list[str]) -> None:
@@ -222,7 +223,7 @@ class LearnerRounds(SPMDStrategy[W]):
             self._take_over(wrapped)
             if len(self._learners) > 1:
                 learner.keep_state(optimizers)
-                learner.buffers = [buffer.data for buffer in self.unwrap(wrapped).buffers()]
+                learner.buffers = buffers_of(self.unwrap(wrapped))
                 self._numbers.end_turn(optimizers, learner, more=learner is not self._learners[-1])
                 learner.gradients = [parameter.grad for parameter in wrapped.parameters()]
                 outer.note()
@@ -258,14 +259,14 @@ class LearnerRounds(SPMDStrategy[W]):
         model = self.unwrap(wrapped)
         outer.follow(optimizers)
         outer.refuse_different(self._buffers_together)
-        weights, buffers = [p.data for p in model.parameters()], [b.data for b in model.buffers()]
+        weights, buffers = [p.data for p in model.parameters()], buffers_of(model)
         places = range(len(weights)) if self._buffers_together else outer.moving
         common = {place: weights[place] for place in places}
         for i, learner in enumerate(self._learners):
             if i == self._loaded:
-                learner.weights = weights
+                learner.weights, learner.buffers = weights, buffers
             else:
-                learner.start_from(common, buffers if self._buffers_together else [])
+                learner.start_from(common, buffers if self._buffers_together else {})
         outer.begin(self._learners)
         outer.note()
         self._together = self._buffers_together = False
@@ -288,8 +289,7 @@ class LearnerRounds(SPMDStrategy[W]):
             for parameter, value in zip(wrapped.parameters(), learner.weights, strict=True):
                 parameter.data = value
                 parameter.grad = None
-            for buffer, value in zip(wrapped.buffers(), learner.buffers, strict=True):
-                buffer.data = value
+            put_buffers(self.unwrap(wrapped), learner.buffers)
             self._outer.note()
         self._loaded = index
 

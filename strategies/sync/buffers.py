@@ -74,7 +74,9 @@ def _numbers(held: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 @contextmanager
-def shared(buffers: SharedBuffers | None, window: Window, strategy: str) -> Iterator[None]:
+def shared(
+    buffers: SharedBuffers | None, window: Window, strategy: str, group: dist.ProcessGroup | None = None
+) -> Iterator[None]:
     """Around a step, after which ranks hold the same buffers. Every rank of the group calls it."""
     if buffers is None:
         yield
@@ -85,7 +87,7 @@ def shared(buffers: SharedBuffers | None, window: Window, strategy: str) -> Iter
     held = partial(kept_buffers, buffers.model)
     with refusing_counts(held, own * looks, window.num_samples, strategy, batches, buffers.suspects):
         yield
-    buffers.share(window)
+    buffers.share(window, group)
 
 
 class SharedBuffers:
@@ -97,8 +99,8 @@ class SharedBuffers:
     False leaves each rank its own.
     """
 
-    def __init__(self, model: nn.Module, broadcast: bool | None, group: dist.ProcessGroup | None = None) -> None:
-        self.model, self._broadcast, self._group = model, broadcast, group
+    def __init__(self, model: nn.Module, broadcast: bool | None) -> None:
+        self.model, self._broadcast = model, broadcast
         self._names = {module: name for name, module in model.named_modules()}
         self._looks = 0
         self.suspects: dict[str, float] = {}
@@ -138,7 +140,7 @@ class SharedBuffers:
             self._looks = 0
         return changed
 
-    def share(self, window: Window) -> None:
+    def share(self, window: Window, group: dist.ProcessGroup | None = None) -> None:
         """Every rank of the group calls it after a step. Raises RuntimeError for a buffer that differs from the first
         rank's, on a rank that had samples in all of the step."""
         if self._broadcast is False:
@@ -156,8 +158,8 @@ class SharedBuffers:
         compares = self._broadcast is None and window.has_samples
         self._looks += compares
         modules = dict.fromkeys(module for module, _ in shapes)
-        src = self._first_with_samples(window) if window.may_lack else 0
-        others = share_buffers(modules, self._group, compares, waits=self._looks <= _LOOKS, caches=False, src=src)
+        src = self._first_with_samples(window, group) if window.may_lack else 0
+        others = share_buffers(modules, group, compares, waits=self._looks <= _LOOKS, src=src)
         if not others:
             return
         names = sorted(name for name, buffer in self.model.named_buffers() if id(buffer) in others)
@@ -167,13 +169,13 @@ class SharedBuffers:
             "(self.sum_over_ranks), use virtual_ranks, or give the strategy broadcast_buffers=True to take rank 0's"
         )
 
-    def _first_with_samples(self, window: Window) -> int:
+    def _first_with_samples(self, window: Window, group: dist.ProcessGroup | None) -> int:
         """The first rank of the group that had samples in all of the step, else in a part of it; 0 if none had."""
-        size = dist.get_world_size(self._group)
+        size = dist.get_world_size(group)
         lacks = 0 if window.has_samples else 1 if any(part.num_samples for part in window.micro_batches) else 2
         device = next((buffer.device for buffer in self.model.buffers()), None)
-        order = torch.tensor(lacks * size + dist.get_rank(self._group), device=device)
-        dist.all_reduce(order, dist.ReduceOp.MIN, self._group)
+        order = torch.tensor(lacks * size + dist.get_rank(group), device=device)
+        dist.all_reduce(order, dist.ReduceOp.MIN, group)
         return int(order) % size
 
 
@@ -182,7 +184,7 @@ def share_model(model: nn.Module) -> None:
     """Rank 0's parameters and buffers overwrite the others'. Every rank calls it."""
     for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)
-    share_buffers(model.modules())
+    share_buffers(model.modules(), caches=True)
 
 
 @torch.no_grad()
@@ -191,14 +193,15 @@ def share_buffers(
     group: dist.ProcessGroup | None = None,
     compares: bool = False,
     waits: bool = False,
-    caches: bool = True,
+    caches: bool = False,
     src: int = 0,
 ) -> set[int]:
     """Rank `src`'s buffers of each module itself overwrite the others', as in DDP; one broadcast a dtype. Every rank
     of the group calls it.
 
     With `compares` returns the `id` of those that were others on this rank, without statistics of normalizing layers;
-    on an accelerator only if the host `waits` for it. Without `caches` those that are in no state dict are skipped.
+    on an accelerator only if the host `waits` for it. Buffers in no state dict are each rank's own, of any
+    length, and skipped without `caches`.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     compared: set[int] = set()

@@ -80,13 +80,13 @@ class Engine:
         tensors: dict[str, Tensor] = {n: p for n, p in wrapped.named_parameters() if id(p) in stepped}
         self._kept = {n: (p, int(sum_of_bits(p))) for n, p in wrapped.named_parameters() if id(p) not in stepped}
         """The parameters that no optimizer steps, and what tells whether user code has changed them."""
-        tensors |= dict(wrapped.named_buffers())
-        self._places = {name: _place(wrapped, name) for name, _ in wrapped.named_buffers()}
-        self._watched = [
-            (name, module, key)
-            for name, (module, key) in self._places.items()
-            if key not in module._non_persistent_buffers_set  # caches
-        ]
+        places = {name: _place(wrapped, name) for name, _ in wrapped.named_buffers()}
+        self._places = {
+            name: (module, key)
+            for name, (module, key) in places.items()
+            if key not in module._non_persistent_buffers_set  # caches, which are each rank's own
+        }
+        tensors |= {name: buffer for name, buffer in wrapped.named_buffers() if name in self._places}
         self._marks: list[tuple[int, int]] = []
         self._names = list(tensors)
         self._parts = spread(tensors, num_servers)
@@ -188,12 +188,12 @@ class Engine:
 
     def _now_marked(self) -> list[tuple[int, int]]:
         """What tells whether code has changed or replaced a buffer of the state dict."""
-        now = [module._buffers.get(key) for _, module, key in self._watched]
+        now = [module._buffers.get(key) for module, key in self._places.values()]
         return [(id(buffer), 0 if buffer is None else buffer._version) for buffer in now]
 
     def _changed_buffers(self) -> list[str]:
-        pairs = zip(self._watched, self._marks, self._now_marked(), strict=False)
-        return [name for (name, *_), before, now in pairs if now != before]
+        pairs = zip(self._places, self._marks, self._now_marked(), strict=False)
+        return [name for name, before, now in pairs if now != before]
 
     def refuse_changed_buffers(self) -> None:
         if changed := self._changed_buffers():

@@ -80,6 +80,32 @@ def test_a_period_of_one_is_synchronous_training(strategy: Strategy, make: Any, 
     assert difference([*found.parameters()], [*expected.parameters()]) <= 1e-12
 
 
+class Measured(Regression):
+    """Its losses use the statistics that BatchNorm keeps, and a mean that its steps write."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__(ADAMW)
+        self.norm = nn.BatchNorm1d(4).double()
+        self.register_buffer("center", torch.zeros(4, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, weight = batch
+        self.center.lerp_(x.mean(0), 0.1)
+        far = (self.norm(x) * self.norm.running_mean.clone() - self.center).square().mean()
+        return ((self.net(x) - y).square() * weight).mean() + far
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.norm(batch[0]).square().mean())
+
+
+@pytest.mark.ranks
+def test_buffers_of_islands_are_their_own_within_a_round(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"learners": 2, "period": 4}
+    strategies = DiLoCo(**options), DiLoCo(**options, inner=FSDP(cpu_offload=True))
+    alone, islands = (run(each, 2, tmp_path / str(i), make=Measured)[0] for i, each in enumerate(strategies))
+    assert difference(islands, alone) <= 1e-12
+
+
 class Wide(Regression):
     """Layers that a tensor axis can shard, frozen weights, and a learner whose losses count nothing in some steps."""
 
