@@ -137,6 +137,11 @@ class Capabilities:
     "compile", "detect_anomaly", "parameter_state" of callbacks, a precision, a user's method), and why: a sentence,
     raised when asked."""
 
+    @property
+    def steps_together(self) -> bool:
+        """Whether each step is one that all ranks make, so that what they hold is alike after it."""
+        return self.synchronous and not self.local_steps
+
 
 def _nothing_logged(num_samples: int) -> AbstractContextManager[Any]:
     return nullcontext()
@@ -201,7 +206,7 @@ class Strategy(ABC, Generic[W]):
     in_turn: bool = False
     """Whether a learner that is one rank or a part of it takes a step of its own."""
     of_run: Any = None
-    """The Trainer whose fit runs, for code that expects its optimizers here; no strategy uses it."""
+    """The Trainer whose fit runs, for code that expects its optimizers here."""
     _stands_for = ""
     starts_ranks: bool
     """True if this process is the launcher and `launch` is to start the ranks. Valid after `configure`."""
@@ -327,12 +332,7 @@ class Strategy(ABC, Generic[W]):
 
     @abstractmethod
     def evaluate(
-        self,
-        wrapped: W,
-        step_fn: Callable[..., Any],
-        micro_batch: MicroBatch,
-        *args: Any,
-        hooks: StepHooks = NO_HOOKS,
+        self, wrapped: W, step_fn: Callable[..., Any], micro_batch: MicroBatch, *args: Any, hooks: StepHooks = NO_HOOKS
     ) -> Any:
         """Return `step_fn(micro_batch.batch, *args)` without gradient sync; None for a micro-batch of padding.
 

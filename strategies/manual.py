@@ -53,7 +53,7 @@ class UserChanges(SPMDHooks[W]):
         if self._changes is not None:
             self._changes.close()
         self._changes = ModelChanges(self.unwrap(wrapped), self._trained)
-        if self.meets_to_retrain and self._agreement is not None and self.capabilities.exact:
+        if self.meets_to_retrain and self._agreement is not None and self.capabilities.steps_together:
             self._changes.begin_step = functools.partial(self._begin_step, wrapped)
         self._changes.in_step = getattr(wrapped, "unsharded_by_name", tuple)
         self._changes.gradients_apart = getattr(wrapped, "gradients_apart", nullcontext)

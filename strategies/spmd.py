@@ -259,7 +259,7 @@ class SPMDStrategy(SPMDStep[W]):
         return optimizers
 
     def _compare_edits(self, model: nn.Module | None, optimizers: dict[str, Optimizer]) -> None:
-        if self._agreement is not None and self.capabilities.exact:
+        if self._agreement is not None and self.capabilities.steps_together:
             self._edits = UserEdits(model, optimizers)
             self._agreement.edits = self._edits.take
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep import Module
+from lockstep.strategies import DDP, LocalSGD, Strategy
 from tests.trainer.test_user_code import Base, assert_as_on_one_process, batches, fitted
 
 pytestmark = pytest.mark.ranks
@@ -150,6 +151,12 @@ class Validated(Base):
 def test_a_change_on_one_rank_is_an_error_on_all(make: type[Module], strategy: str) -> None:
     with pytest.raises(RuntimeError, match=DISAGREE):
         fitted(make(), strategy, 4 if "=" in strategy else 2)
+
+
+@pytest.mark.parametrize("strategy", [DDP(compress="topk=1.0"), LocalSGD(period=1)], ids=["compressed", "local"])
+def test_so_it_is_where_numbers_are_others_than_those_of_one_process(strategy: Strategy) -> None:
+    with pytest.raises(RuntimeError, match=DISAGREE):
+        fitted(Frozen(), strategy, 2)
 
 
 def test_zero_says_which_weights_a_last_hook_changed_on_one_rank() -> None:

@@ -53,7 +53,7 @@ class CountsWatch:
         self._counts: PartialCounts | None = None
         self._growing: GrowingCounts | None = None
         place, can = run.strategy.topology, run.strategy.capabilities
-        watches = place.data_size > 1 and can.exact and run.shares is None
+        watches = place.data_size > 1 and can.steps_together and run.shares is None
         if not watches or loop in run.watched or environment.in_plan():
             return
         run.watched.add(loop)

@@ -279,7 +279,7 @@ def check_held(run: RunState, module: Module, optimizers: Iterable[Optimizer]) -
     """Raise ValueError if a layer has an optimizer besides these that steps tensors of its own, where each rank, or
     part of a batch, would step them by its samples."""
     can = run.strategy.capabilities
-    if not can.exact or (run.strategy.topology.data_size == 1 and can.runs_step_once):
+    if not can.steps_together or (run.strategy.topology.data_size == 1 and can.runs_step_once):
         return
     names, configured = {id(p) for p in module.parameters()}, {*map(id, optimizers)}
     for path, layer in module.named_modules():

@@ -74,7 +74,7 @@ def watch(run: RunState, loop: FitLoop) -> None:
     """Read the first losses of a run whose steps are the mean of several parts."""
     can, topology = run.strategy.capabilities, run.strategy.topology
     parts = topology.data_size > 1 or run.shares is not None or run.accumulate_grad_batches > 1
-    one_mean = can.synchronous and not can.local_steps and run.module is not None and run.module.automatic_optimization
+    one_mean = can.steps_together and run.module is not None and run.module.automatic_optimization
     if one_mean and (parts or not can.runs_step_once) and topology.data_rank == 0 and topology.is_reporting_rank:
         loop.training_step = FirstSteps(run, loop)
 

@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 from lockstep import DataModule, Module, Trainer
 from lockstep.callbacks import Callback
+from lockstep.strategies import DDP, LocalSGD
 from lockstep.strategies.sync.collectives import sum_gradients
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
 
@@ -193,9 +194,12 @@ def test_an_optimizer_of_other_tensors_is_refused_where_a_batch_has_parts(where:
 
 
 @pytest.mark.ranks
-def test_so_it_is_on_ranks() -> None:
+@pytest.mark.parametrize(
+    "strategy", ["ddp", DDP(compress="topk=1.0"), LocalSGD(period=1)], ids=["ddp", "compressed", "local"]
+)
+def test_so_it_is_on_ranks(strategy: Any) -> None:
     with pytest.raises(ValueError, match=r"the optimizer in own \(SGD\) steps a tensor that is not a parameter of"):
-        cpu(strategy="ddp", devices=2).fit(HeldApart("attribute"), loader())
+        cpu(strategy=strategy, devices=2).fit(HeldApart("attribute"), loader())
 
 
 class Shuffled(Net):
