@@ -148,6 +148,17 @@ def changed_numbers(model: nn.Module, before: Numbers) -> list[str]:
     )
 
 
+def put_back_numbers(model: nn.Module, before: Numbers) -> None:
+    """Let the numbers be `before`, which is `numbers(model)` from earlier."""
+    for module, attribute, key in numbers(model).keys() - before.keys():
+        vars(module).pop(attribute) if key is None else vars(module)[attribute].pop(key)
+    for (module, attribute, key), value in before.items():
+        if key is None:
+            vars(module)[attribute] = value
+        elif isinstance(held := vars(module).get(attribute), dict):
+            held[key] = value
+
+
 def refuse_changed_numbers(model: nn.Module, before: Numbers) -> None:
     """Raise RuntimeError naming the numbers that differ from `before`, which is `numbers(model)` from before a step.
 

@@ -3,6 +3,7 @@ them, after the steps of all, and each sees what it would see on a rank of its o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -190,9 +191,8 @@ def kept_on_client(state: UserState) -> Iterator[None]:
     try:
         yield
     finally:
-        names = state.end()
-    if names:
-        raise RefusedOnClient(
-            f"training changed {shortened(names)} on a client, which would depend on the clients that a rank runs; "
-            "use self.log, or a registered buffer of floating point, which is averaged"
-        )
+        if (names := state.end()) and not isinstance(sys.exc_info()[1], (KeyboardInterrupt, SystemExit)):
+            raise RefusedOnClient(
+                f"training changed {shortened(names)} on a client, which would depend on the clients that a rank runs; "
+                "use self.log, or a registered buffer of floating point, which is averaged"
+            )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from lockstep.strategies.methods.federated.control import Control
 from lockstep.strategies.methods.federated.copy import FreshOptimizers, RefusedOnClient, ServerCopy
 from lockstep.strategies.methods.federated.loader import NotRead, Participant, Round, of_workers
 from lockstep.strategies.modules.model_changes import gradient_marks, own_backward, remarked, shortened
-from lockstep.strategies.modules.side_effect_free import changed_numbers, numbers
+from lockstep.strategies.modules.side_effect_free import Numbers, changed_numbers, numbers, put_back_numbers
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.step import weighted_losses
 
@@ -77,7 +78,8 @@ class ClientSteps(SPMDStrategy):
             seed_streams(participant.seed)
             for name, stream in (run.hooks.streams or {}).items():
                 stream.manual_seed(mix(participant.seed, zlib.crc32(name.encode())))
-            prepared = iter(part.micro_batches if run.hooks.prepare is None else run.hooks.prepare(part))
+            prepared = _each(part.micro_batches if run.hooks.prepare is None else run.hooks.prepare(part))
+            before = numbers(run.model), [(p, p.requires_grad) for p in run.model.parameters()]
             try:
                 counted, total = self._train_client(run, participant, prepared)
             except (RefusedOnClient, NotRead, MemoryError, torch.OutOfMemoryError):
@@ -85,13 +87,15 @@ class ClientSteps(SPMDStrategy):
             except Exception as error:
                 if of_workers(error):
                     raise
+                _put_back(run.model, *before)
+                prepared.close()  # raises RefusedOnClient for what else the client has changed, and left
                 if not run.trained:  # else it need not be raised, and would keep what its frames hold
                     run.errors[participant.client] = error
                 note = {"client": participant.client, "name": participant.name, "error": _shown(error)}
                 run.notes.append(note)
                 continue
             finally:
-                if hasattr(prepared, "close"):
+                with suppress(RefusedOnClient):  # after an error that ends the run
                     prepared.close()  # where the client has raised, what it has logged does not count
                 self._clear_gradients(run)
                 participant.steps = []
@@ -112,11 +116,11 @@ class ClientSteps(SPMDStrategy):
         before, streams = numbers(run.model), set(run.hooks.streams or ())
         calls = self._agreement.num_calls() if self._agreement is not None else 0
         counted, total = 0.0, 0.0
-        marks = _versions(run.model)
+        marks = _versions(self._watched)
         for step in participant.steps:
             count, loss = self._local_step(run, step, prepared, marks)
             counted, total = counted + count, total + loss
-            marks[:] = _versions(run.model)
+            marks[:] = _versions(self._watched)
         if next(prepared, None) is not None:
             raise RuntimeError("a client was given more micro-batches than it has")
         self._refuse_changed(run, marks)
@@ -143,9 +147,9 @@ class ClientSteps(SPMDStrategy):
     ) -> tuple[float, float]:
         """One step of the client's optimizers; return what the losses counted and their sum."""
         hooks, asked = run.hooks, sum(micro_batch.num_samples for micro_batch in step)
-        alone = len(step) == 1
-        count = total = 0.0
-        for _ in step:
+        alone, count, total = len(step) == 1, 0.0, 0.0
+        last = max((i for i, micro_batch in enumerate(step) if micro_batch.num_samples), default=0)
+        for i in range(len(step)):
             micro_batch = next(prepared)
             self._refuse_changed(run, marks)
             if not micro_batch.num_samples:  # the collate function kept none
@@ -168,9 +172,9 @@ class ClientSteps(SPMDStrategy):
                     hooks.before_backward(returned)
                 if inputs is None or inputs:
                     value.backward(retain_graph=j < len(losses) - 1, inputs=inputs)
-                if hooks.after_backward is not None:
+                if hooks.after_backward is not None and (i < last or j < len(losses) - 1):
                     hooks.after_backward()
-            marks[:] = _versions(run.model)  # the step itself may change parameters
+            marks[:] = _versions(self._watched)  # the step itself may change parameters
         if count:
             self._step_client(run, 1.0 if alone else asked / count)
         self._clear_gradients(run)
@@ -189,6 +193,8 @@ class ClientSteps(SPMDStrategy):
                 _add_gradient(parameter, (parameter - server.values[i]).mul_(self._mu))
             for parameter, correction in self._control.correct() if self._control is not None else ():
                 _add_gradient(parameter, correction)
+        if run.hooks.after_backward is not None:  # for the last backward, with the gradient that the optimizer gets
+            run.hooks.after_backward()
         for optimizer in self._optimizers:
             if run.hooks.step is not None:
                 run.hooks.step(optimizer)
@@ -203,10 +209,12 @@ class ClientSteps(SPMDStrategy):
 
     def _refuse_changed(self, run: RoundRun, marks: list[tuple[int, bool]]) -> None:
         """Raise RefusedOnClient if a hook has changed parameters since `marks` were taken."""
-        if marks == _versions(run.model):
+        if marks == _versions(self._watched):
             return
         named = list(run.model.named_parameters())
-        changed = [name for (name, _), was, now in zip(named, marks, _versions(run.model), strict=False) if was != now]
+        changed = [
+            name for (name, _), was, now in zip(named, marks, _versions(self._watched), strict=False) if was != now
+        ]
         raise RefusedOnClient(
             f"a hook of a batch changed the parameters {shortened(changed)} or their requires_grad while a client "
             "trained, where the last batch of a rank would differ from the others; change them in training_step or in "
@@ -214,8 +222,20 @@ class ClientSteps(SPMDStrategy):
         )
 
 
-def _versions(model: nn.Module) -> list[tuple[int, bool]]:
-    return [(p._version, p.requires_grad) for p in model.parameters()]
+def _each(batches: Iterable[MicroBatch]) -> Generator[MicroBatch, None, None]:
+    yield from batches
+
+
+def _put_back(model: nn.Module, before: Numbers, trained: list[tuple[nn.Parameter, bool]]) -> None:
+    """Undo what a client that has raised has changed: numbers and modes of the model, and what is trained."""
+    put_back_numbers(model, before)
+    for parameter, requires_grad in trained:
+        if parameter.requires_grad != requires_grad:
+            parameter.requires_grad_(requires_grad)
+
+
+def _versions(parameters: Iterable[nn.Parameter]) -> list[tuple[int, bool]]:
+    return [(p._version, p.requires_grad) for p in parameters]
 
 
 def _add_gradient(parameter: nn.Parameter, value: Tensor) -> None:

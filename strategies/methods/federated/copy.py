@@ -33,6 +33,12 @@ class ServerCopy:
         self.trained = [i for i, (_, p) in enumerate(self.named) if id(p) in stepped and p.requires_grad]
         """Places of the parameters that clients train."""
         self._buffers = [*_buffers(model)]
+        self._places = {
+            (module, key): None if tensor is None else (tensor, tensor.detach().clone())
+            for module in model.modules()
+            for key, tensor in module._buffers.items()
+        }
+        """Of all buffers, with their values."""
         self._floats = [buffer for buffer in self._buffers if buffer.value.is_floating_point()]
         self._whole = [buffer for buffer in self._buffers if not buffer.value.is_floating_point()]
         self._counts = [buffer.value.clone() for buffer in self._whole]
@@ -47,6 +53,15 @@ class ServerCopy:
             parameter.copy_(value)
         for buffer in self._buffers:
             buffer.put()
+        for module in self._model.modules():  # each client makes its own caches
+            for key in [key for key in module._buffers if (module, key) not in self._places]:
+                del module._buffers[key]
+        for (module, key), held in self._places.items():
+            if held is None:
+                module._buffers[key] = None
+            elif key in module._non_persistent_buffers_set:
+                module._buffers[key], value = held
+                held[0].data.copy_(value)
 
     @torch.no_grad()
     def add(self, weight: float, loss: float) -> str | None:
@@ -57,6 +72,7 @@ class ServerCopy:
                 "parameters were added or replaced while a client trained, which the server would not have; create "
                 "them in __init__, setup or configure_model"
             )
+        self._refuse_new()
         self._refuse_counters()
         moved = [_moved(value, p, weight) for (_, p), value in zip(self.named, self.values, strict=True)]
         moved += [_moved(buffer.value, buffer.now(), weight) for buffer in self._floats]
@@ -72,6 +88,16 @@ class ServerCopy:
         for i, buffer in enumerate(self._whole):
             self._counts[i] = torch.maximum(self._counts[i], buffer.now()) if buffer.counts else self._counts[i]
         return None
+
+    def _refuse_new(self) -> None:
+        for prefix, module in self._model.named_modules():
+            for key, tensor in module._buffers.items():
+                is_new = tensor is not None and self._places.get((module, key)) is None
+                if is_new and key not in module._non_persistent_buffers_set:
+                    raise RefusedOnClient(
+                        f"training made the buffer {f'{prefix}.{key}'.lstrip('.')}, of which the server has none; "
+                        "register it in __init__ with a tensor, or with persistent=False"
+                    )
 
     def _refuse_counters(self) -> None:
         for buffer in self._whole:
@@ -144,7 +170,7 @@ def _buffers(model: nn.Module) -> Iterator[_Buffer]:
     known: set[int] = set()
     for prefix, module in model.named_modules():
         for key, tensor in module._buffers.items():
-            if tensor is not None and id(tensor) not in known:
+            if tensor is not None and id(tensor) not in known and key not in module._non_persistent_buffers_set:
                 known.add(id(tensor))
                 yield _Buffer(module, key, f"{prefix}.{key}".lstrip("."), tensor)
 

@@ -30,7 +30,7 @@ from lockstep.strategies.methods.federated.loader import FederatedLoader, Round,
 from lockstep.strategies.methods.federated.server import Server
 from lockstep.strategies.methods.federated.server import parse as parse_server
 from lockstep.strategies.methods.kept import Kept
-from lockstep.strategies.methods.options import made_by
+from lockstep.strategies.methods.options import check_whole, made_by
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import refuse_sync_batch_norm
 from lockstep.strategies.optimizers import modes
@@ -97,8 +97,7 @@ class Federated(ClientSteps):
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction must be above 0 and at most 1, but fraction={fraction}")
         for name, number in (("local_epochs", local_epochs), ("num_threads", num_threads)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, but {name}={number!r}")
+            check_whole(name, number, 1)
         self.clients = None if clients is None else parse_clients(clients)
         self.server, self._make_server, self._mu = parse_server(server, server_lr)
         self.fraction, self.local_epochs, self.num_threads = fraction, local_epochs, num_threads
@@ -108,10 +107,11 @@ class Federated(ClientSteps):
         self._threads: int | None = None
         self._servers: dict[int, Optimizer] = {}
         self._fresh, self._kept, self._optimizers = FreshOptimizers([]), Kept({}), []
-        self._scale, self._samples, self._population = 1.0, 0, 0
+        self._scale, self._samples, self._population, self._has_clients = 1.0, 0, 0, False
 
     def setup(self) -> Topology:
         super().setup()
+        self._has_clients = False
         if self._on_cpu and self._threads is None:
             self._threads = torch.get_num_threads()
             torch.set_num_threads(self.num_threads)
@@ -192,7 +192,14 @@ class Federated(ClientSteps):
         largest = max(population.num_samples(client) for client in range(len(population)))
         self._scale = 0.5 ** (largest * self.local_epochs).bit_length()
         self._samples = len(population.order)
+        before = self._population
         self._population = zlib.crc32(repr((population.names, population.starts.tolist())).encode())
+        if self._has_clients and self.server == "scaffold" and before != self._population:
+            raise ValueError(
+                "the training data was loaded again and now has other clients, for which server='scaffold' would take "
+                "the control variates of those before; keep the clients, or use another server"
+            )
+        self._has_clients = True
         return sharded
 
     # ---- a round -------------------------------------------------------------------------------------

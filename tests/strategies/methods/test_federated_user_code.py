@@ -309,6 +309,26 @@ def test_hooks_are_called_for_each_batch_and_schedulers_step_by_round() -> None:
     assert not trainer.optimizers[0].state
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_last_on_after_backward_sees_the_gradient_that_the_optimizer_gets(accumulate: int) -> None:
+    class Clips(Regression):
+        def __init__(self) -> None:
+            super().__init__(weighted=True)
+            self.net[0].weight.register_hook(lambda gradient: gradient * 0.01)
+
+        def on_after_backward(self) -> None:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+    alone, client = Clips(), Clips()
+    samples = TensorDataset(*data(SIZES[:4]).tensors[:2], torch.arange(sum(SIZES[:4])) % 5)
+    quiet: dict[str, Any] = {"max_epochs": 3, "logger": False, "enable_checkpointing": False, "seed": 0}
+    quiet |= {"enable_progress_bar": False, "accelerator": "cpu", "accumulate_grad_batches": accumulate}
+    for model, strategy in ((alone, "single"), (client, Federated(clients=lambda index: 0, fraction=1.0))):
+        loader = DataLoader(samples, len(samples) // accumulate)
+        Trainer(strategy=strategy, devices=1, **quiet).fit(model, loader)
+    assert (flat(alone) - flat(client)).abs().max() <= 1e-12
+
+
 def test_clipping_is_that_of_local_steps() -> None:
     norms: list[float] = []
 
@@ -560,3 +580,86 @@ def test_client_metrics_are_quantiles_over_clients_and_the_worst_of_them() -> No
     assert found["clients/value/p50"] == pytest.approx(30 + third, abs=1e-12)
     assert found["clients/value/p100"] == pytest.approx(70 + third, abs=1e-12)
     assert found["clients/value/worst"] == pytest.approx(5 + third, abs=1e-12)
+
+
+class RaisesOnOne(Regression):
+    """The step of client 3 raises in between what changes and puts back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.scale, self.broken = nn.Dropout(0.5), 1.0, 0
+        self.held = torch.zeros(())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, client = batch
+        self.drop.eval()
+        self.net[0].weight.requires_grad_(False)
+        self.scale = 0.1
+        if (client == 3).any():
+            self.broken += 1
+            self.remember()
+            raise ValueError("a broken sample")
+        self.scale = 1.0
+        self.net[0].weight.requires_grad_(True)
+        self.drop.train()
+        return (self.net(self.drop(x)) - y).square().mean() * self.scale / (1 + self.broken)
+
+    def remember(self) -> None: ...
+
+
+class RemembersAnError(RaisesOnOne):
+    def remember(self) -> None:
+        self.held = torch.ones(())
+
+
+@pytest.mark.ranks
+def test_what_a_dropped_client_has_changed_is_put_back() -> None:
+    alone, ranks = RaisesOnOne(), RaisesOnOne()
+    fit(alone, epochs=1, fraction=1.0)
+    fit(ranks, devices=2, epochs=1, fraction=1.0)
+    assert bits(alone.net) == bits(ranks.net)
+    assert alone.broken == 0
+    assert alone.drop.training
+
+
+def test_what_a_dropped_client_remembers_otherwise_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="training changed held on a client, which would depend on the clients"):
+        fit(RemembersAnError(), epochs=1, fraction=1.0)
+
+
+class Fills(Regression):
+    """Fills what is None at first, which depends on the client."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("center", None, persistent=persistent)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, _ = batch
+        if self.center is None:
+            self.center = y.mean(0)
+        return (self.net(x) - y + self.center).square().mean()
+
+
+@pytest.mark.ranks
+def test_a_buffer_that_clients_make_is_refused_and_a_cache_is_each_clients_own() -> None:
+    with pytest.raises(RuntimeError, match="training made the buffer center, of which the server has none"):
+        fit(Fills(True), epochs=1, fraction=1.0)
+    alone, ranks = Fills(False), Fills(False)
+    fit(alone, epochs=1, fraction=1.0)
+    fit(ranks, devices=2, epochs=1, fraction=1.0)
+    assert bits(alone.net) == bits(ranks.net)
+
+
+def test_scaffold_refuses_other_clients_in_a_later_epoch() -> None:
+    class Reloads(Regression):
+        def train_dataloader(self) -> Any:
+            x, y, clients = data().tensors
+            return DataLoader(TensorDataset(x, y, clients + 8 * self.current_epoch), 4)
+
+    run = Trainer(
+        strategy=Federated(clients=2, fraction=1.0, server="scaffold"), devices=1, accelerator="cpu", max_epochs=2,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, reload_dataloaders_every_n_epochs=1,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="the training data was loaded again and now has other clients, for which"):
+        run.fit(Reloads())
