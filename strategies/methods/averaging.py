@@ -21,27 +21,14 @@ Node = tuple[int, int]
 
 def add_up(values: dict[Node, Tensor], learners: int) -> dict[Node, Tensor]:
     """Add neighbors of the tree as long as both are there, in place; what is left are the roots of subtrees."""
-    waiting, done = sorted(values), {}
     values = dict(values)
-    while waiting:
-        level, index = node = waiting.pop(0)
-        value = values.pop(node, None)
-        if value is None:
-            continue
-        neighbor = level, index ^ 1
-        exists = (neighbor[1] << level) < learners
-        is_root = index == 0 and (1 << level) >= learners
-        if is_root or (exists and neighbor not in values):
-            done[node] = value
-            continue
-        if exists:
-            other = values.pop(neighbor)
-            value = value.add_(other) if index < neighbor[1] else other.add_(value)
-        parent = level + 1, index >> 1
-        values[parent] = value
-        waiting.append(parent)
-        waiting.sort()
-    return done
+    for level in range((learners - 1).bit_length()):
+        for node in sorted(node for node in values if node[0] == level and not node[1] % 2):
+            other = level, node[1] + 1
+            if other in values or other[1] << level >= learners:
+                value = values.pop(node)
+                values[level + 1, node[1] // 2] = value.add_(values.pop(other)) if other in values else value
+    return values
 
 
 def subtrees(own: range, learners: int) -> list[Node]:
