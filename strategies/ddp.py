@@ -118,14 +118,10 @@ class DDP(SPMDStrategy[Replica]):
         share_buffers(model.modules(), caches=True)
         if self.compressor is None:
             if self.all_reduce_by != "auto":
+                _refuse_sparse(model, f"all_reduce={self.all_reduce_by!r}")
                 self._all_reduce = AllReduce(self.all_reduce_by, self.topology.node_rank, self.topology.device)
             return Replica(model, self._options, all_reduce=self._all_reduce)
-        for name, module in model.named_modules():
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
-                raise ValueError(
-                    f"{name or type(model).__name__} has sparse=True, and compress sends dense gradients; give it "
-                    "sparse=False and an optimizer of dense gradients, or remove compress"
-                )
+        _refuse_sparse(model, "compress")
         share_model(model)
         return Replica(model, self._options, reduces=False)
 
@@ -289,3 +285,12 @@ class DDP(SPMDStrategy[Replica]):
             raise changed_within_window(names, "DDP")
         wrapped.wrap(init_sync=False)
         self._first_window = True
+
+
+def _refuse_sparse(model: nn.Module, option: str) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ValueError(
+                f"{name or type(model).__name__} has sparse=True, and {option} sends dense gradients; give it "
+                f"sparse=False and an optimizer of dense gradients, or remove {option}"
+            )

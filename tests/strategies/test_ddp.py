@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Module
 from lockstep.strategies import DDP
@@ -81,3 +81,22 @@ def test_a_static_graph_is_that_of_the_step_on_a_rank_without_samples_too(sizes:
         trainer.fit(module, DataLoader(data(6), batch_sampler=batches))
         found.append(weights(module))
     assert distance(*found) < 1e-12
+
+
+@pytest.mark.parametrize("options", [{"all_reduce": "ring"}, {"compress": "int8"}], ids=str)
+def test_sparse_gradients_are_refused_by_what_sends_dense_ones(options: dict[str, Any]) -> None:
+    class Sparse(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(8, 1, sparse=True)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.table(batch[0]).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    run = quiet(strategy=DDP(**options), devices=2, accelerator="cpu", max_epochs=1)
+    (option,) = options
+    with pytest.raises(ValueError, match=f"table has sparse=True, and {option}.* sends dense gradients; give it"):
+        run.fit(Sparse(), DataLoader(TensorDataset(torch.arange(8)), 2))
