@@ -131,7 +131,6 @@ class Islands(LearnerRounds["MeshModel"], ShardedStrategy):
         from lockstep.strategies.mesh import dtensors
 
         self._forget()
-        self._windows = 0
         assert self._mesh is not None
         within = {axis: place for axis, place in self._coordinate().items() if axis != self._axis}
         self._counterparts = Counterparts(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.strategies.optimizers.attributes import marks
 from lockstep.strategies.optimizers.numbers import numbers_of, put_back
 from lockstep.strategies.sync.contents import checksum
 
@@ -111,14 +112,14 @@ class OwnNumbers:
 
     def begin(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Called before the first turn of a window."""
-        self._at_start, self._at_end = _of_groups(optimizers), None
+        self._at_start, self._at_end = of_groups(optimizers), None
 
     def end_turn(self, optimizers: Mapping[str, Optimizer], own: Learner, more: bool) -> None:
         """Let the next turn begin with the numbers that this one began with.
 
         Raises RuntimeError if user code has left other ones, such as learning rates, than in the turn before.
         """
-        left = {place: value for place, value in _of_groups(optimizers).items() if place not in own.numbers}
+        left = {place: value for place, value in of_groups(optimizers).items() if place not in own.numbers}
         before = left if self._at_end is None else self._at_end
         if wrong := sorted(
             {name for key, i, name in left if not _same(left[key, i, name], before.get((key, i, name)))}
@@ -133,9 +134,7 @@ class OwnNumbers:
                 put_back(optimizers[key].param_groups[i], {name: self._at_start[key, i, name]})
 
     def before(self, key: str, optimizer: Optimizer) -> Any:
-        return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups], _attributes(
-            optimizer
-        )
+        return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups], marks(optimizer)
 
     def after(self, key: str, optimizer: Optimizer, before: Any, own: Learner, others: Iterable[Learner]) -> None:
         """Note what the step of `own` has changed since `before`. Raises RuntimeError for what cannot be kept apart."""
@@ -154,7 +153,8 @@ class OwnNumbers:
                     for other in others:
                         other.numbers.setdefault(place, value)
                     own.numbers[place] = self._left[place] = now
-        changed = sorted(name for name, value in _attributes(optimizer).items() if attributes.get(name, value) != value)
+        left = marks(optimizer)
+        changed = sorted(name for name in left.keys() | attributes if left.get(name) != attributes.get(name))
         if changed:
             raise RuntimeError(
                 f"{type(optimizer).__name__} changes its attribute {changed[0]!r} in a step, which the learners of a "
@@ -190,7 +190,8 @@ class OwnNumbers:
                 group[name] = value
 
 
-def _of_groups(optimizers: Mapping[str, Optimizer]) -> Numbers:
+def of_groups(optimizers: Mapping[str, Optimizer]) -> Numbers:
+    """Copies of what parameter groups hold now."""
     return {
         (key, i, name): value
         for key, optimizer in optimizers.items()
@@ -231,15 +232,6 @@ def make_learners(numbers: Iterable[int], model: nn.Module, optimizers: Mapping[
         if len(learners) > 1:
             learner.copy_state(optimizers)
     return learners
-
-
-def _attributes(optimizer: Optimizer) -> dict[str, float]:
-    """Numbers that the optimizer keeps outside of `state` and `param_groups`; torch's schedulers count there too."""
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if type(value) in (int, float) and name not in ("_step_count", "_opt_called")
-    }
 
 
 def _same(one: Any, other: Any) -> bool:

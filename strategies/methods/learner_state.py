@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.strategies.checkpoint_state import Reader, State
-from lockstep.strategies.methods.learner import Learner
+from lockstep.strategies.methods.learner import Learner, Numbers, of_groups
 
 _OPTIMIZER = "optimizer/"
 
@@ -42,27 +42,21 @@ def save(
 
 def load(
     reader: Reader, optimizers: Mapping[str, Optimizer], learners: Sequence[Learner], restore: Callable[[Reader], None]
-) -> list[dict[tuple[str, int, str], Any]]:
+) -> list[Numbers]:
     """Give each learner the state that it had, or that of learner 0 where it had none; the optimizers have that now.
 
     `restore` gives the optimizers a state. Returns the numbers of each one's `param_groups`. Leaves the optimizers with
     those of the last learner.
     """
-    saved, numbers = reader.meta.get("learners", {}), []
+    saved, numbers, of_first = reader.meta.get("learners", {}), [], of_groups(optimizers)
     for learner in learners:
         if str(learner.number) in saved:
             restore(_OfLearner(reader, learner.number))
             if len(learners) > 1:
                 learner.state = {key: dict(optimizer.state) for key, optimizer in optimizers.items()}
-        numbers.append(
-            {
-                (key, i, name): value
-                for key, optimizer in optimizers.items()
-                for i, group in enumerate(optimizer.param_groups)
-                for name, value in group.items()
-                if name != "params"
-            }
-        )
+            numbers.append(of_groups(optimizers))
+        else:
+            numbers.append(of_first)
     return numbers
 
 

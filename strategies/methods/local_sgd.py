@@ -28,7 +28,8 @@ class LocalSGD(LocalUpdates):
         weights, as by ddp.
     `start`: optimizer steps at the beginning that are synchronous, as by ddp.
     `compress`: sends what learners have moved in fewer bytes, such as "topk=0.01". What is not sent of a learner stays
-        in its own weights, and is added to its next; validation and checkpoints see what was sent.
+        in its own weights, and is added to its next; validation and checkpoints see what was sent. Of "qsgd" and
+        "terngrad", which round at random without a bias, nothing is kept.
     `learners`: how many there are; by default one a rank. Learner l sees share l of each global batch. Which rank runs
         which changes no bit.
     `learners_per_rank`: how many each rank runs, for ranks of different speed; by default equally many.

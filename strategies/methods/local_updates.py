@@ -93,7 +93,6 @@ class LocalUpdates(LearnerRounds, VirtualStep):
     def wrap(self, model: nn.Module) -> nn.Module:
         model = model.to(self.topology.device)
         self._forget()
-        self._windows = 0
         if self._in_group:
             share_model(model)
             if self.rounds.delay:  # what is sent while steps run must not meet the collectives of steps

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lockstep.strategies.checkpoint_state import LocalShard, Reader, State, Take, TensorShard, pack, unpack
-from lockstep.strategies.launch import environment
 from lockstep.strategies.methods.averaging import gather_numbers, sum_over_learners
 from lockstep.strategies.methods.beside import Beside
 from lockstep.strategies.methods.kept import Kept
@@ -22,10 +21,9 @@ from lockstep.strategies.methods.learner import Learner
 from lockstep.strategies.methods.options import Rounds, made_by
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.parameter_hooks import copy_attributes
-from lockstep.strategies.sync.collectives import local
+from lockstep.strategies.sync.collectives import differing, local
 from lockstep.strategies.sync.compression.compression import Compression, Layout
 from lockstep.strategies.sync.compression.kept import check_means
-from lockstep.strategies.sync.contents import sum_of_bits
 from lockstep.strategies.sync.tree import total_of
 
 if TYPE_CHECKING:
@@ -99,6 +97,12 @@ class Outer:
         self.optimizer = made_by(make, list(self._weights.values()), "outer")
         self._kept = Kept({"outer": self.optimizer})
 
+    @property
+    def is_mean(self) -> bool:
+        """Whether a step of the outer optimizer lets the common weights be the mean of the learners'."""
+        kind, options = type(self.optimizer), self.optimizer.defaults
+        return kind is SGD and options["lr"] == 1.0 and not (options["momentum"] or options["weight_decay"])
+
     def follow(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Step what optimizers have got since, too, and what is trainable now."""
         self.optimizer.param_groups[0]["params"] += self._take(optimizers)
@@ -144,14 +148,8 @@ class Outer:
 
     def _differing(self, places: Sequence[int]) -> list[int]:
         """Those of the parameters that are not the same on all ranks with the same part of the model."""
-        if len(self._counterparts.assignment) == 1 or not places or environment.in_plan():
-            return []  # in a plan other ranks hold nothing
-        sums = [sum_of_bits(self._parameters[place]) for place in places]
-        mine = torch.stack(sums).cpu()
-        rows = [torch.empty_like(mine) for _ in self._counterparts.assignment]
-        dist.all_gather(rows, mine, group=self._counterparts.group)
-        differs = (torch.stack(rows) != rows[0]).any(0).tolist()
-        return [place for place, differ in zip(places, differs, strict=True) if differ]
+        held, (assignment, _, group, *_) = [self._parameters[place] for place in places], self._counterparts
+        return [places[i] for i in differing(held, len(assignment), group)]
 
     def due(self, position: int) -> list[int]:
         """The fragments that are sent after step `position` of a round, counted from 1."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,17 +15,19 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, StepVote, W
 from lockstep.strategies.checkpoint_state import Reader, State
-from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
+from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.methods import learner_state
 from lockstep.strategies.methods.beside import Beside
+from lockstep.strategies.methods.compared import ComparedWeights
 from lockstep.strategies.methods.learner import Learner, Marks, OwnNumbers, buffers_of, make_learners, put_buffers
 from lockstep.strategies.methods.options import Rounds
 from lockstep.strategies.methods.outer import Counterparts, Outer
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.optimizers import modes
-from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_buffers
 from lockstep.strategies.sync.step_agreement import StepAgreement
+
+_log = logging.getLogger("lockstep")
 
 REFUSES = {
     "manual_optimization": "local updates step each learner's optimizers, not the module; use automatic optimization",
@@ -38,7 +40,7 @@ REFUSES = {
 }
 
 
-class LearnerRounds(SPMDStrategy[W]):
+class LearnerRounds(ComparedWeights[W]):
     """Base of the strategies whose learners train by themselves for a round: on a rank, or on an island of ranks.
 
     Another base gives the step of a learner. It agrees on it with `_own_agreement` and `_own_peers`.
@@ -67,7 +69,7 @@ class LearnerRounds(SPMDStrategy[W]):
         self._windows, self._position = 0, 0
         """Since the run began; since learners were last together."""
         self._outer: Outer | None = None
-        self._compares = False  # whether the next batch that is evaluated needs common weights
+        self._warns = True
         self._numbers = OwnNumbers()
         self._names: dict[int, str] = {}
         self.sender: Callable[[], Executor] = partial(ThreadPoolExecutor, 1, "outer")
@@ -89,6 +91,7 @@ class LearnerRounds(SPMDStrategy[W]):
                     "learner; use an optimizer without train() and eval()"
                 )
         optimizers = super().setup_optimizers(wrapped, optimizers)
+        self._windows = 0 if self.of_run is None else self.of_run.global_step  # a second fit continues the first
         self._names = {id(optimizer): key for key, optimizer in optimizers.items()}
         model = self.unwrap(wrapped)
         self._outer = Outer(model, optimizers, self.rounds, self.outer, self._counterparts, self._seed)
@@ -162,6 +165,7 @@ class LearnerRounds(SPMDStrategy[W]):
             return
         if not self._together:
             self._take_over(wrapped)
+            self._warn_early(outer)
             outer.drain(self._learners, self.rounds.mixing)
             for fragment in range(self.rounds.fragments):
                 outer.send(fragment, self._learners)
@@ -177,28 +181,22 @@ class LearnerRounds(SPMDStrategy[W]):
         if self._state_of is not None:  # hooks follow, which may write through numpy
             self._state_of.marks = Marks.of(self._state_of.state, bits=True)
 
-    @contextmanager
-    def evaluation_weights(self, wrapped: W, optimizers: Iterable[Optimizer], restore: bool = True) -> Iterator[None]:
-        with super().evaluation_weights(wrapped, optimizers, restore):
-            self._compares = self._outer is not None
-            try:
-                yield
-            finally:
-                self._compares = False
+    def _warn_early(self, outer: Outer) -> None:
+        """Say once that a round was ended early, if the outer optimizer has not stepped yet and has more to do than to
+        take the mean."""
+        rounds = self.rounds
+        if self._warns and not outer.is_mean and self._windows < rounds.start + rounds.period // rounds.fragments:
+            self._warns = False
+            if self.topology.rank == 0:
+                _log.warning(
+                    f"a validation, a save or the end of an epoch has ended a round of period={rounds.period} after "
+                    f"{self._position} steps, where the outer optimizer of {self.name} does not step, and it has not "
+                    "stepped yet; choose intervals that are multiples of period, or a shorter period"
+                )
 
-    def evaluate(
-        self,
-        wrapped: W,
-        step_fn: Callable[..., Any],
-        micro_batch: MicroBatch,
-        *args: Any,
-        hooks: StepHooks = NO_HOOKS,
-    ) -> Any:
-        if self._compares:  # hooks of the start of the evaluation may have written to weights
-            assert self._outer is not None
-            self._compares = False
+    def refuse_different(self, wrapped: W) -> None:
+        if self._outer is not None:
             self._outer.refuse_different(True)
-        return super().evaluate(wrapped, step_fn, micro_batch, *args, hooks=hooks)
 
     def _rounds(self, wrapped: W, optimizers: dict[str, Optimizer], window: Window) -> Iterator[Window]:
         """A window of learners that step by themselves, and what follows it."""

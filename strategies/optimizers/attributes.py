@@ -131,6 +131,13 @@ def take_over(key: str, optimizer: Optimizer, other: Optimizer) -> None:
         _put(optimizer, name, copy.deepcopy(vars(other)[name]))
 
 
+def marks(optimizer: Optimizer) -> dict[str, Any]:
+    """By attribute, also if it is an optimizer, what tells whether it has changed; {} for torch's own classes."""
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return {}
+    return {name: mark for name, (mark, _) in _marks(optimizer).items()}
+
+
 def kept(optimizer: Optimizer) -> dict[str, tuple[Any, Any]]:
     """What `put_back` needs: by attribute a mark, and a copy if one can be made. Optimizers that it holds are not in
     it."""

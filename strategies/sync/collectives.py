@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.process_group import new_group
 from lockstep.strategies.sync.collective_fingerprint import counting_once
+from lockstep.strategies.sync.contents import sum_of_bits
 
 
 def all_reduce(tensor: Tensor, op: str) -> Tensor:
@@ -161,6 +163,16 @@ def holders(gradients: Sequence[Tensor]) -> Any:
 
 def _all(gradients: Mapping[Any, Sequence[Tensor]]) -> list[Tensor]:
     return [gradient for parts in gradients.values() for gradient in parts]
+
+
+def differing(tensors: Sequence[Tensor], ranks: int, group: dist.ProcessGroup | None = None) -> list[int]:
+    """Places of those of which the ranks of the group, so many, hold other bits. Every rank of it calls it."""
+    if ranks == 1 or not tensors or environment.in_plan():
+        return []  # in a plan other ranks hold nothing
+    mine = torch.stack([sum_of_bits(tensor) for tensor in tensors]).cpu()
+    rows = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(rows, mine, group=group)
+    return [place for place, differ in enumerate((torch.stack(rows) != rows[0]).any(0).tolist()) if differ]
 
 
 def own_group(rows: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup | None:

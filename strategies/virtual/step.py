@@ -151,7 +151,7 @@ class VirtualStep(ShareHooks[W], SPMDStrategy[W]):
                     gradients.append(self.take_gradients(wrapped))
         self.put_gradients(gradients.total())
         if self._agreement is None:
-            bad = None if math.isfinite(total) or not self._on_cpu else "the loss of rank 0"
+            bad = None if math.isfinite(total) or not self._on_cpu else f"the loss of rank {self.topology.rank}"
             result = StepResult(counted, vote.stop, bad, total / counted if counted and self._on_cpu else None)
         else:
             result = self.sum_numbers(self._receive(wrapped, self._agreement, in_tree=True), of_shares)

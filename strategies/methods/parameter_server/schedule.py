@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from contextlib import suppress
@@ -70,8 +71,12 @@ class Record:
 
     def __init__(self, folder: str | Path, head: dict[str, Any], clock: int) -> None:
         """A run that resumes at `clock` keeps what is recorded before it; with other workers or servers, in a file of
-        its own, as a schedule is replayed with one number of each."""
+        its own, as a schedule is replayed with one number of each. One that begins leaves the file that is there under
+        another name, with a number."""
         path = Path(folder) / NAME
+        if not clock and path.is_file():  # of a fit before this one, or of a run in the same folder
+            number = next(i for i in itertools.count(1) if not path.with_stem(f"{path.stem}-{i}").exists())
+            path.rename(path.with_stem(f"{path.stem}-{number}"))
         found = path.read_text().split("\n")[:-1] if clock and path.is_file() else []
         before: list[str] = []
         if found:

@@ -18,6 +18,8 @@ from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, 
 from lockstep.strategies.checkpoint_state import Reader, State, gather_state
 from lockstep.strategies.data.sharded_loader import ShardedLoader, Window
 from lockstep.strategies.launch import environment, launcher, process_group
+from lockstep.strategies.methods.compared import ComparedWeights
+from lockstep.strategies.methods.options import check_whole
 from lockstep.strategies.methods.parameter_server.data import DealtLoader
 from lockstep.strategies.methods.parameter_server.dealer import shares_of
 from lockstep.strategies.methods.parameter_server.engine import Ends, Engine, Options
@@ -26,7 +28,6 @@ from lockstep.strategies.methods.parameter_server.schedule import Schedule
 from lockstep.strategies.methods.parameter_server.server import Post
 from lockstep.strategies.methods.parameter_server.worker import Worker
 from lockstep.strategies.optimizers.hidden_state import others_of
-from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.buffers import share_model
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ _SERVER_BYTES = 4_000_000
 """Parameters that are worth a server of their own, as a batch costs messages to each."""
 
 
-class ParameterServer(SPMDStrategy):
+class ParameterServer(ComparedWeights):
     """Stale-synchronous parallel training with servers that hold the parameters.
 
     Batches are handed out to whichever rank is free. `workers` batches that follow each other are a *clock*, whose
@@ -75,8 +76,8 @@ class ParameterServer(SPMDStrategy):
                 raise ValueError("replay brings workers and servers; leave them out")
             workers, servers, staleness = (getattr(self._schedule, k) for k in ("workers", "servers", "staleness"))
         for name, value in (("workers", workers), ("servers", servers), ("meet_every", meet_every)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1, but {name}={value!r}")
+            if value is not None:
+                check_whole(name, value, 1)
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
             raise ValueError(f"staleness must be a whole number of steps, 0 for none, but staleness={staleness!r}")
         self.staleness, self._workers, self._wanted_servers = staleness, workers, servers
@@ -356,7 +357,9 @@ class ParameterServer(SPMDStrategy):
         self._refuse_in_batch("trainer.whole")
         self.synchronize(wrapped)
         yield
-        if self._engine is not None and int(self.all_reduce(torch.tensor(len(self._engine.changed())), "max")):
+        engine = self._engine
+        if engine is None or int(self.all_reduce(torch.tensor(len(engine.changed())), "max")):
+            self.refuse_different(wrapped)
             self._dissolve()
 
     @contextmanager

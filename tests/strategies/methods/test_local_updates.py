@@ -564,3 +564,121 @@ def test_learners_are_added_in_one_tree_on_any_ranks(learners: int) -> None:
             parts |= mine
         ((_, found),) = add_up(parts, learners).items()
         assert torch.equal(found, expected)
+
+
+class Measuring(SGD):
+    """Keeps a tensor and a list in attributes."""
+
+    def __init__(self, parameters: Any, what: str) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.what, self.norm, self.norms = what, torch.zeros((), dtype=torch.float64), list[float]()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        norm = torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]]).norm()
+        if self.what == "norm":
+            self.norm.lerp_(norm, 0.1)
+        else:
+            self.norms.append(float(norm))
+        super().step()
+
+
+class LooksAhead(SGD):
+    """Steps another optimizer, which has its own momentum."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = SGD(parameters, lr=0.1, momentum=0.9)
+        super().__init__(self.inner.param_groups, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(partial(Measuring, what="norm"), "norm"), (partial(Measuring, what="norms"), "norms"), (LooksAhead, "inner")],
+)
+def test_what_an_optimizer_keeps_elsewhere_is_refused_if_learners_share_it(make: Any, name: str) -> None:
+    train(LocalSGD(learners=1, period=2), make, max_steps=4)
+    with pytest.raises(RuntimeError, match=f"changes its attribute '{name}' in a step, which the learners of a rank"):
+        train(LocalSGD(learners=2, period=2), make, max_steps=4)
+
+
+@pytest.mark.unit
+def test_a_second_fit_continues_after_the_synchronous_start() -> None:
+    def trainer(epochs: int) -> Trainer:
+        return Trainer(
+            strategy=LocalSGD(learners=2, period=3, start=6), devices=1, max_epochs=epochs, logger=False, seed=1,
+            enable_checkpointing=False, accelerator="cpu", precision="64-true", enable_progress_bar=False,
+            split_batches=True,
+        )  # fmt: skip
+
+    whole, parts = Regression(PLAIN), Regression(PLAIN)
+    trainer(2).fit(whole, DataLoader(data(), 8))
+    run = trainer(1)
+    run.fit(parts, DataLoader(data(), 8))
+    run.max_epochs = 2
+    run.fit(parts, DataLoader(data(), 8))
+    assert difference([*parts.parameters()], [*whole.parameters()]) <= 1e-12
+
+
+class Estimates(SGD):
+    """Keeps a number in its groups that its steps change."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["far"] = 1.0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group["far"] = 0.9 * group["far"] + float(group["params"][0].grad.norm())
+        group["lr"] = 0.1 / group["far"]
+        super().step()
+
+
+@pytest.mark.ranks
+def test_learners_that_a_checkpoint_lacks_begin_with_the_numbers_of_the_first(tmp_path: Path) -> None:
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "seed": 1}
+    quiet |= {"accelerator": "cpu", "precision": "64-true", "split_batches": True}
+    saved = Trainer(strategy=LocalSGD(learners=2, period=2), devices=1, max_epochs=1, **quiet)
+    saved.fit(Regression(Estimates), DataLoader(data(), 8))
+    saved.save_checkpoint(tmp_path / "saved")
+    alone, ranks = Regression(Estimates), Regression(Estimates)
+    for module, devices in ((alone, 1), (ranks, 2)):
+        resumed = Trainer(strategy=LocalSGD(learners=4, period=2), devices=devices, max_epochs=2, **quiet)
+        resumed.fit(module, DataLoader(data(), 8), ckpt_path=tmp_path / "saved")
+    assert difference([*alone.parameters()], [*ranks.parameters()]) <= 1e-12
+
+
+class StepsItself(Regression):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        assert optimizer_closure().isfinite()
+        optimizer.step()
+
+
+class LosesOne(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx).total * (float("nan") if self.global_rank else 1.0)
+
+
+@pytest.mark.ranks
+def test_learners_call_closures_and_are_named_by_their_rank() -> None:
+    plain, own = train(LocalSGD(period=3), PLAIN, devices=2), StepsItself(PLAIN)
+    trainer = Trainer(
+        strategy=LocalSGD(period=3), devices=2, max_steps=12, logger=False, enable_checkpointing=False, seed=1,
+        split_batches=True, precision="64-true", accelerator="cpu", enable_progress_bar=False,
+    )  # fmt: skip
+    trainer.fit(own, DataLoader(data(), 8, shuffle=True))
+    assert difference([*own.parameters()], [*plain.parameters()]) == 0
+    trainer.max_steps = 24
+    with pytest.raises(FloatingPointError, match="the loss of rank 1 is NaN"):
+        trainer.fit(LosesOne(PLAIN), DataLoader(data(), 8, shuffle=True))
+
+
+@pytest.mark.unit
+def test_a_round_that_ends_before_the_outer_optimizer_steps_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    train(LocalSGD(learners=2, period=50), PLAIN)
+    train(DiLoCo(learners=2, period=6), PLAIN)
+    assert "outer optimizer" not in caplog.text
+    train(DiLoCo(learners=2, period=50), PLAIN)
+    assert caplog.text.count("has ended a round of period=50 after 6 steps, where the outer optimizer of DiLoCo") == 1

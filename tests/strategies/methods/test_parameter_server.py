@@ -504,3 +504,10 @@ def test_no_thread_is_left_after_an_error() -> None:
     with pytest.raises(FloatingPointError):
         on_one_rank(_Fails(math.nan))
     assert threading.active_count() == before
+
+
+def test_a_second_run_in_a_folder_keeps_the_record_of_the_first(tmp_path: Path) -> None:
+    for workers in (1, 2, 3):
+        Record(tmp_path, {"workers": workers, "servers": 1, "staleness": 0}, 0).close()
+    held = [Schedule(tmp_path / f"schedule{end}.jsonl").workers for end in ("-1", "-2", "")]
+    assert held == [1, 2, 3]

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from lockstep import Module
-from lockstep.strategies import DiLoCo, LocalSGD, Strategy
+from lockstep.strategies import DiLoCo, LocalSGD, ParameterServer, Strategy
 from tests.trainer.test_user_code import batches
 from tests.trainer.toy import quiet
 
@@ -112,3 +112,31 @@ def test_parameters_without_optimizer_are_a_learners_own_in_rounds_on_any_ranks(
 def test_weights_that_hooks_write_differently_on_ranks_are_refused(make: Callable[[], Module], validates: bool) -> None:
     with pytest.raises(RuntimeError, match="net.weight should be common to all learners"):
         trained(make(), LocalSGD(period=2), 2, validates)
+
+
+class ByRank(Student):
+    """Writes what each rank has of its own."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def _write(self) -> None:
+        with torch.no_grad():
+            self.net.weight.mul_(1 + 0.1 * self.global_rank)
+
+    def on_validation_epoch_start(self) -> None:
+        if self.where == "evaluation":
+            self._write()
+
+    def on_train_epoch_end(self) -> None:
+        if self.where == "whole":
+            with self.trainer.whole(self):
+                self._write()
+
+
+@pytest.mark.parametrize("where", ["evaluation", "whole"])
+def test_a_parameter_server_refuses_weights_that_ranks_write_otherwise(where: str) -> None:
+    run = quiet(strategy=ParameterServer(staleness=1), devices=2, accelerator="cpu", max_epochs=1, precision="64-true")
+    with pytest.raises(RuntimeError, match="a hook has written other values of net.weight on some ranks, of which Par"):
+        run.fit(ByRank(where), batches(32), batches(8))
