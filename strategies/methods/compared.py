@@ -22,9 +22,15 @@ class ComparedWeights(SPMDStrategy[W]):
     _compares = False
     """Whether the next batch that is evaluated needs common weights."""
 
-    def refuse_different(self, wrapped: W) -> None:
+    _refuse_weights: Callable[[], None] | None = None
+    """Refuses different weights in place of `_refuse_different`."""
+
+    def _refuse_different(self, wrapped: W) -> None:
         """Raise RuntimeError if ranks hold other parameters, or buffers of the state dict. Every rank calls it, between
         steps."""
+        if self._refuse_weights is not None:
+            self._refuse_weights()
+            return
         model = self.unwrap(wrapped)
         named = [*model.named_parameters(), *kept_buffers(model).items()]
         if found := differing([tensor for _, tensor in named], self.topology.world_size):
@@ -49,5 +55,5 @@ class ComparedWeights(SPMDStrategy[W]):
     ) -> Any:
         if self._compares:
             self._compares = False
-            self.refuse_different(wrapped)
+            self._refuse_different(wrapped)
         return super().evaluate(wrapped, step_fn, micro_batch, *args, hooks=hooks)

@@ -70,6 +70,7 @@ class LearnerRounds(ComparedWeights[W]):
         """Since the run began; since learners were last together."""
         self._outer: Outer | None = None
         self._warns = True
+        self._refuse_weights = _nothing
         self._numbers = OwnNumbers()
         self._names: dict[int, str] = {}
         self.sender: Callable[[], Executor] = partial(ThreadPoolExecutor, 1, "outer")
@@ -95,13 +96,14 @@ class LearnerRounds(ComparedWeights[W]):
         self._names = {id(optimizer): key for key, optimizer in optimizers.items()}
         model = self.unwrap(wrapped)
         self._outer = Outer(model, optimizers, self.rounds, self.outer, self._counterparts, self._seed)
+        self._refuse_weights = partial(self._outer.refuse_different, True)
         return optimizers
 
     def teardown(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = self._beside = None
-        self._outer = None
+        self._outer, self._refuse_weights = None, _nothing
         self._forget()
         super().teardown()
 
@@ -193,10 +195,6 @@ class LearnerRounds(ComparedWeights[W]):
                     f"{self._position} steps, where the outer optimizer of {self.name} does not step, and it has not "
                     "stepped yet; choose intervals that are multiples of period, or a shorter period"
                 )
-
-    def refuse_different(self, wrapped: W) -> None:
-        if self._outer is not None:
-            self._outer.refuse_different(True)
 
     def _rounds(self, wrapped: W, optimizers: dict[str, Optimizer], window: Window) -> Iterator[Window]:
         """A window of learners that step by themselves, and what follows it."""
@@ -352,6 +350,9 @@ class LearnerRounds(ComparedWeights[W]):
 
     def load_extra_state(self, wrapped: W, saved: dict[str, Any]) -> None:
         self._windows = saved.get("steps", 0)
+
+
+def _nothing() -> None: ...
 
 
 def _within_turn(what: str) -> RuntimeError:

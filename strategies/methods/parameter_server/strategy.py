@@ -359,7 +359,7 @@ class ParameterServer(ComparedWeights):
         yield
         engine = self._engine
         if engine is None or int(self.all_reduce(torch.tensor(len(engine.changed())), "max")):
-            self.refuse_different(wrapped)
+            self._refuse_different(wrapped)
             self._dissolve()
 
     @contextmanager
