@@ -76,6 +76,8 @@ class LocalUpdates(LearnerRounds, VirtualStep):
             from lockstep.strategies.methods.islands import configured
 
             return configured(self, devices, accelerator, num_nodes, precision)
+        self._outer = None  # of a fit before, which ranks that are started do not take
+        self._forget()
         world = environment.detect()
         kind = resolve_accelerator(accelerator)
         ranks = resolve_devices(devices, kind) * num_nodes if world is None else world.world_size

@@ -100,11 +100,11 @@ class LearnerRounds(ComparedWeights[W]):
         return optimizers
 
     def teardown(self) -> None:
+        self._end_turns()
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = self._beside = None
-        self._outer, self._refuse_weights = None, _nothing
-        self._forget()
+        self._refuse_weights = _nothing
         super().teardown()
 
     def trainability_changed(self, wrapped: W, names: list[str]) -> None:
