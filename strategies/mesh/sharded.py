@@ -168,9 +168,8 @@ class ShardedStrategy(ShardedOptimizers):
     def teardown_module(self, wrapped: MeshModel) -> None:
         wrapped.close()
         keeps = environment.outlives_run(self.topology.rank)
-        named = self.unwrap(wrapped).named_parameters()
-        held = {name: piece for name, p in named if (piece := self.local_shard(p)) is not None}
-        whole = gather_whole(self, State(held), keep=keeps)
+        held = {name: self.local_shard(p) for name, p in self.unwrap(wrapped).named_parameters()}
+        whole = gather_whole(self, State({n: piece for n, piece in held.items() if piece is not None}), keep=keeps)
         if keeps:
             wrapped.restore(whole.tensors)
         super().teardown_module(wrapped)
