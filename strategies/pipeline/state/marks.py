@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import datetime
 import functools
-import operator
 import zlib
-from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections import deque
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
@@ -23,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.strategies.launch.program.functions import is_users_class
+from lockstep.strategies.launch.program.reach import base_of, refill
 from lockstep.strategies.launch.program.values import attributes_of, put_attribute, slots
 from lockstep.strategies.modules.absent import Refusing, is_here
 from lockstep.strategies.modules.blocks import measures
@@ -100,10 +99,6 @@ def held_by(value: Any) -> dict[str, Any] | None:
     return attributes_of(value) if hasattr(value, "__dict__") or slots(kind) else None
 
 
-def base_of(holder: Any) -> Any:
-    return next((kind for kind in (OrderedDict, dict, list, deque, set) if isinstance(holder, kind)), None)
-
-
 def content_of(holder: Any) -> Any:
     """What a dict, list, deque or set holds, in its order, by no code of its class."""
     base = base_of(holder)
@@ -118,20 +113,8 @@ def put_content(holder: Any, content: Any) -> None:
     if base is None:
         for name, value in content.items():
             put_attribute(holder, name, value)
-        return
-    now = content_of(holder)
-    if len(now) == len(content) and all(map(operator.is_, _items(now), _items(content))):
-        return
-    base.clear(holder)
-    if base is OrderedDict:
-        for key, value in content.items():
-            OrderedDict.__setitem__(holder, key, value)
     else:
-        (base.update if base in (dict, set) else base.extend)(holder, content)
-
-
-def _items(content: Any) -> Iterator[Any]:
-    return chain(content, content.values()) if isinstance(content, dict) else iter(content)
+        refill(holder, base, [*chain(*content.items())] if isinstance(content, dict) else [*content])
 
 
 def is_of_atoms(container: Any) -> bool:

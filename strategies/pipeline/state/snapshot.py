@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 
+from lockstep.strategies.launch.program.reach import base_of
 from lockstep.strategies.modules.blocks import OF_TORCH
 from lockstep.strategies.pipeline.state.marks import (
     CONTAINERS,
@@ -19,7 +20,6 @@ from lockstep.strategies.pipeline.state.marks import (
     PLAIN,
     SIMPLE,
     Opaque,
-    base_of,
     content_of,
     held_by,
     is_of_atoms,
