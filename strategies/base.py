@@ -86,6 +86,8 @@ class StepResult(NamedTuple):
     later: Callable[[], str | None] | None = None
     """In place of `non_finite` on accelerators: the same, for which the device is waited. An optimizer skips such a
     step; where none is to be called, this is called before the next window, and drops the gradients."""
+    some_lack: bool = False
+    """Whether a micro-batch of some rank had no samples, where ranks step together."""
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class SPMDStep(ManualOptimization[W]):
                 vote = hooks.vote()
                 counting = finite.to_host(count) if isinstance(count, Tensor) else None
                 if self._agreement is not None:
-                    send = self._agreement.prepare(vote, window.num_samples)
+                    send = self._agreement.prepare(vote, window.num_samples, not window.has_samples)
                     if counting is None:
                         self._send(send, count, weighted * (count if alone else window.num_samples))
             if fault_injection.plan is not None:
@@ -128,6 +128,7 @@ class SPMDStep(ManualOptimization[W]):
             if counting is not None and send is not None:
                 self._send(send, count, math.nan)
             result = self._receive(wrapped, self._agreement)
+            window.may_lack &= result.some_lack
         return self._conclude(wrapped, result, hooks, None if alone else window.num_samples)
 
     def _run_manual(self, wrapped: W, step_fn: StepFn, window: Window, hooks: StepHooks) -> StepResult:
@@ -152,12 +153,15 @@ class SPMDStep(ManualOptimization[W]):
             if i == last:
                 vote = hooks.vote()
                 if self._agreement is not None:
-                    self._send(self._agreement.prepare(vote, window.num_samples), samples, 0.0)
+                    said = self._agreement.prepare(vote, window.num_samples, not window.has_samples)
+                    self._send(said, samples, 0.0)
             if fault_injection.plan is not None:
                 fault_injection.fault("backward")
         if self._agreement is None:
             return StepResult(samples, vote.stop, None, 0.0 if self._on_cpu else None)
-        return self._agreement.receive()
+        result = self._agreement.receive()
+        window.may_lack &= result.some_lack
+        return result
 
     def _receive(self, wrapped: W, agreement: StepAgreement, in_tree: bool = False) -> StepResult:
         """What the ranks conclude, once this one has run backward."""

@@ -250,11 +250,11 @@ class Module(ModuleFacts, HyperParameters, Exporting, nn.Module):
     ) -> Tensor | None:
         """Clip what `optimizer` will apply; return the norm of the global gradient, or None for "value". What is None
         is the Trainer's; a value of 0, or none of the Trainer's either, clips nothing."""
+        if gradient_clip_algorithm not in (None, "norm", "value"):
+            raise ValueError(f"gradient_clip_algorithm must be 'norm' or 'value', got {gradient_clip_algorithm!r}")
         run = self._running()
         algorithm = gradient_clip_algorithm or run.arguments.gradient_clip_algorithm
         limit = run.arguments.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
-        if algorithm not in ("norm", "value"):
-            raise ValueError(f"gradient_clip_algorithm must be 'norm' or 'value', got {algorithm!r}")
         if limit is not None and not limit >= 0:
             raise ValueError(f"gradient_clip_val must be a number above 0, or 0 for no clipping, got {limit!r}")
         if not limit:

@@ -53,7 +53,7 @@ class Window:
     in_group: int = 0
     """Samples asked for over all micro-batches and the ranks of this rank's group, if there are several groups."""
     may_lack: bool = False
-    """Whether a rank, the first one too, may have no samples that no other rank knows of."""
+    """Whether a rank may lack samples that no other rank knows of; once the step has run, whether one did."""
     more: bool = False
     """Whether this is a part of a window that another part follows on this rank: its last batch ends like any."""
 

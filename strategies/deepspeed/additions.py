@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lockstep.strategies.modules.parameter_hooks import is_of_engines
+from lockstep.strategies.modules.parameter_hooks import OF_DEEPSPEED
 
 _LATER = frozenset(
     ("_external_params", "applied_pre_backward_ref_cnt", "ds_grads_remaining", "post_bwd_fn", "pre_bwd_fn")
@@ -33,5 +33,5 @@ class Additions:
             vars(module)["_parameters"] = dict(module._parameters.items())  # the engine's [] may gather
         for (parameter, before), built in zip(self._parameters, self._of_engine, strict=True):
             added = set(vars(parameter)) - before
-            for name in added & built | {*filter(is_of_engines, added)}:
+            for name in added & built | {name for name in added if name.startswith(OF_DEEPSPEED)}:
                 del vars(parameter)[name]

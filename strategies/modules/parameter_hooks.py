@@ -27,8 +27,10 @@ from torch.utils.hooks import RemovableHandle
 M = TypeVar("M", bound=nn.Module)
 ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where torch keeps the hooks of a tensor: dicts, in which the handles that users hold find what to remove."""
-_OF_ENGINES = ("_is_param", "_fsdp_", "_dynamo_", "ds_", "_ds", "_hp", "_z3", "_index_in", "grad_accum")
-"""What attributes begin with that torch and DeepSpeed set on parameters."""
+_OF_TORCH = ("_is_param", "_fsdp_", "_dynamo_")
+"""What attributes begin with that torch sets on parameters."""
+OF_DEEPSPEED = ("ds_", "_ds", "_hp", "_z3", "_index_in", "grad_accum", "zero_")
+"""What those begin with that an engine of DeepSpeed sets on the parameters that it holds."""
 _OF_FAKE = {"_fake_device", "fake_device", "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor"}
 """What torch sets on each FakeTensor, `fake_device` before torch 2.12."""
 _HOOKS, _PARAMETER = operator.attrgetter(*ATTRIBUTES), operator.itemgetter(1)
@@ -147,15 +149,16 @@ def copy_attributes(original: Tensor, other: Tensor) -> None:
 
 def attributes(tensor: Tensor) -> dict[str, Any]:
     """What user code has set on a tensor."""
-    found = {name: value for name, value in vars(tensor).items() if not is_of_engines(name)}
+    found = {name: value for name, value in vars(tensor).items() if not name.startswith(_OF_TORCH)}
     if _is_fake(tensor):
         found = {name: value for name, value in found.items() if name not in _OF_FAKE and "_memo" not in name}
     return found
 
 
-def is_of_engines(name: str) -> bool:
-    """Whether an attribute of a parameter with this name belongs to torch or DeepSpeed."""
-    return name.startswith(_OF_ENGINES)
+def of_engines(parameter: Tensor) -> tuple[str, ...]:
+    """What attributes of this parameter begin with that torch or the engine that holds it has set."""
+    held = vars(parameter)
+    return (*_OF_TORCH, *OF_DEEPSPEED) if "zero_access" in held or "ds_id" in held else _OF_TORCH
 
 
 def _is_fake(tensor: Tensor) -> bool:

@@ -66,7 +66,7 @@ class StepState:
         outside = [m for m in model.modules() if m not in inside | free | metrics]
         self._outside, self._parameters = outside, [*model.parameters()]
         self._layers: list[Any] = [m for m in (*own, *free) if not is_of_torch(m)]
-        self._plain = PlainAttributes(m for m in inside | free if is_of_torch(m))
+        self._plain = PlainAttributes(m for m in inside | free if is_of_torch(m) and not is_metric(m))
         self._own_code, self._hooked, self._registered = self._layers, [*own, *free, *outside], -1
         self._tensors = [t for m in (*outside, *free) if not measures(m) for t in _tensors_of(m)]
         self._tensors += [t for m in own for t in _tensors_of(m) if id(t) in shared]

@@ -1,6 +1,6 @@
 """The control message of a step: what the ranks must agree on, exchanged beside the last backward.
 
-Twelve numbers a rank, beside the collectives of the user (`strategies/sync/host_all_gather.py`). They are sent before
+Thirteen numbers a rank, beside the collectives of the user (`strategies/sync/host_all_gather.py`). They are sent before
 the last backward and read after it: a rank that skipped a collective, gave it another tensor or reduction or logged
 other names is found while the parameters are still untouched. Five more a rank, once the gradients are final, say
 whether those are finite, what was called and what hooks changed since, and before an optimizer steps until then.
@@ -50,6 +50,8 @@ class Message(NamedTuple):
     """What they counted."""
     total: float
     """Their sum, NaN where it is not known."""
+    lacks: bool
+    """Whether a micro-batch of this rank has no samples."""
 
 
 _EQUAL = {
@@ -62,7 +64,9 @@ _EQUAL = {
     "rates": "optimizers' learning rates, momentums or weight decays",
     "keys": "logged metric names",
 }
-_SAMPLES, _KEYS, _STOP, _COUNT, _TOTAL = map(Message._fields.index, ("samples", "keys", "stop", "count", "total"))
+_SAMPLES, _KEYS, _STOP, _COUNT, _TOTAL, _LACKS = map(
+    Message._fields.index, ("samples", "keys", "stop", "count", "total", "lacks")
+)
 """Places in a message; what is before the keys must be equal."""
 _RULES = {
     _EQUAL["samples"]: "read the same data, or say shards_itself on the dataset",
@@ -104,7 +108,7 @@ class StepAgreement:
         """Start the exchange."""
         self.prepare(vote, samples)(count, finite, total)
 
-    def prepare(self, vote: StepVote, samples: int) -> Callable[[float, bool, float], None]:
+    def prepare(self, vote: StepVote, samples: int, lacks: bool = False) -> Callable[[float, bool, float], None]:
         """`send` in two: this says what was called until now; what it returns takes the rest, and starts the
         exchange."""
         self._names, (order, self._sampler) = vote.names, vote.order
@@ -123,7 +127,7 @@ class StepAgreement:
         self._calls.clear()
 
         def post(count: float, finite: bool, total: float) -> None:
-            message = Message(*said, finite, count, total)
+            message = Message(*said, finite, count, total, lacks)
             self._messages.post(*message, message.keys or math.inf, math.inf if finite else self._number)
 
         return post
@@ -149,7 +153,8 @@ class StepAgreement:
             count, loss = (total_of([numbers[place] for numbers in messages]) for place in (_COUNT, _TOTAL))
         if dist.get_backend() == "fake":  # of a planned run, in which not every rank counts
             count = lowest[_SAMPLES]
-        return StepResult(count, int(highest[_STOP]), bad, None if math.isnan(loss) or not count else loss / count)
+        mean = None if math.isnan(loss) or not count else loss / count
+        return StepResult(count, int(highest[_STOP]), bad, mean, some_lack=bool(highest[_LACKS]))
 
     def begin(self, retrained: list[str]) -> None:
         """Say as a step begins what user code has frozen or unfrozen. Where it has, raises RuntimeError unless all

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lockstep.strategies.launch.program.values import put_attribute, slots
 from lockstep.strategies.modules.absent import Refusing, is_here
 from lockstep.strategies.modules.blocks import OF_TORCH, is_of_user
-from lockstep.strategies.modules.parameter_hooks import is_of_engines
+from lockstep.strategies.modules.parameter_hooks import of_engines
 from lockstep.strategies.sync.contents import (
     checksum,
     generator_content,
@@ -49,7 +49,7 @@ def attributes(owner: Any) -> dict[str, Any]:
         caches = caches_of(owner)
         own = {name: value for name, value in own.items() if type(value) in (*SAVED, tuple) or name in caches}
     elif isinstance(owner, nn.Parameter):
-        own = {name: value for name, value in own.items() if not is_of_engines(name)}
+        own = {name: value for name, value in own.items() if not name.startswith(of_engines(owner))}
     return {name: value for name, value in own.items() if name not in not_theirs and not isinstance(value, nn.Module)}
 
 

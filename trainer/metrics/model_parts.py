@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lockstep.strategies.modules.blocks import is_of_torch, is_of_user
+from lockstep.strategies.modules.blocks import is_metric, is_of_torch, is_of_user
 from lockstep.strategies.modules.side_effect_free import PlainAttributes
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 
@@ -19,7 +19,7 @@ class ModelParts:
         self.parts = [(name, part) for name, part in all_parts if part not in of_metrics]
         self.users = [(f"{name}." if name else "", part) for name, part in self.parts if is_of_user(part)]
         self.names = {part: name for name, part in self.parts}
-        self.plain = PlainAttributes(part for _, part in self.parts if is_of_torch(part))
+        self.plain = PlainAttributes(part for _, part in self.parts if is_of_torch(part) and not is_metric(part))
         self.parameters = list(module.named_parameters())
         self.known = [*(part for _, part in all_parts), *(p for _, p in self.parameters), *module.buffers()]
         tables = [table for _, part in all_parts for table in (part._modules, part._parameters, part._buffers)]

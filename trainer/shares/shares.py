@@ -379,6 +379,3 @@ def _differ(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple):
         return one[0] is not other[0] or one[1] != other[1]
     return differ(one, other)
-
-
-"""Attributes that every module has: parameters and buffers are compared by themselves."""

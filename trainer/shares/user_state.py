@@ -38,8 +38,8 @@ Marks = dict[str, Any]
 _DEPTH = 5
 """How deep containers and objects within attributes are searched."""
 _MANY = 64
-"""Items of a list that are searched; of the others, and of what larger containers hold, it is seen whether they are the
-same objects, and of the first `_MOST` whether they were changed in place."""
+"""Items of a list, and containers in larger ones, that are searched; of others it is seen whether they are the same
+objects, and whether the first `_MOST` tensors were written to."""
 _MOST = 4096
 _READ_BYTES = 2**22
 """Larger tensors and arrays are not read: what torch notes of them is compared."""
@@ -302,22 +302,30 @@ class _Search:
         if hasattr(type(value), "__next__") and (place := _place_of(value)) is not None:
             return place
         if isinstance(value, list) or (isinstance(value, deque) and value.maxlen is None):
-            first = [self._mark(item, f"{name}[{i}]", depth - 1) for i, item in zip(range(_MANY), value, strict=False)]
-            first += map(_noted, islice(value, _MANY, _MOST))
+            first = [
+                item if isinstance(item, _NUMBERS) else self._mark(item, f"{name}[{i}]", depth - 1)
+                for i, item in enumerate(islice(value, _MANY))
+            ]
+            first += map(self._noted, islice(value, _MANY, _MOST))
             self.lists[name] = _Items(value, tuple(value), first)
             return self.lists[name]
         if isinstance(value, (dict, tuple, deque, set, frozenset)) and len(value) > _MANY:
             items = (*value, *value.values()) if isinstance(value, dict) else (*value,)
-            held = [item for item in islice(items, 2 * _MOST) if not isinstance(item, _NUMBERS)]
-            return _Objects(
-                items, [_noted(item) or self._mark(item, f"{name}[{i}]", depth - 1) for i, item in enumerate(held)]
-            )
+            held = [*islice(value.values() if isinstance(value, dict) else value, _MOST)]
+            inner = [(i, item) for i, item in enumerate(held) if isinstance(item, (dict, list, deque, set))][:_MANY]
+            marks = [self._mark(item, f"{name}[{i}]", depth - 1) for i, item in inner]
+            return _Objects(items, [*marks, *map(self._noted, held)])
         if isinstance(value, (tuple, deque)):
             return {i: self._mark(item, f"{name}[{i}]", depth - 1) for i, item in enumerate(value)}
         if isinstance(value, (set, frozenset)):
             return {item if isinstance(item, _NUMBERS) else id(item): None for item in value}
         parts = value.items() if isinstance(value, dict) else _parts(value)
         return {key: self._mark(item, f"{name}[{key!r}]", depth - 1) for key, item in parts}
+
+    def _noted(self, value: Any) -> int | None:
+        """How often a tensor was written to; None of one that is known and of anything else."""
+        is_read = isinstance(value, Tensor) and id(value) not in self._seen and not value.is_inference()
+        return value._version if is_read else None
 
 
 def is_theirs(hook: Any) -> bool:
@@ -331,7 +339,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif isinstance(value, MethodType):
-        if not value.__func__.__module__.startswith("lockstep.strategies."):  # such as a wrapped model's
+        if not str(value.__func__.__module__).startswith("lockstep.strategies."):  # such as a wrapped model's
             yield "self", value.__self__
     elif isinstance(value, FunctionType):
         theirs = is_theirs(value)
@@ -381,11 +389,6 @@ def _global_generators(kind: type) -> dict[str, Any]:
                 elif generator_state(value) is not None:
                     found[f"{function.__module__}.{key}"] = value
     return found
-
-
-def _noted(value: Any) -> Any:
-    """What torch notes of a tensor; None for anything else."""
-    return (value._version, id(value)) if isinstance(value, Tensor) and not value.is_inference() else None
 
 
 def _of_array(array: np.ndarray) -> Any:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Muon
 
-from lockstep.strategies.optimizers.exchange import _same_bits
+from lockstep.strategies.sync.contents import same_bits
+
 
 EDITS: dict[str, Callable[[Tensor], Any]] = {
     "nothing": lambda shard: None,
@@ -29,10 +30,10 @@ EDITS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.unit
 def test_bits_are_compared() -> None:
     some = torch.tensor([0.0, 1.0, float("nan")])
-    assert _same_bits(some, some.clone())
-    assert not _same_bits(some, torch.tensor([-0.0, 1.0, float("nan")]))
-    assert not _same_bits(some, some.double()) and not _same_bits(some, some[:2])
-    assert _same_bits(some[:0], some[:0].clone()) and _same_bits(some.bfloat16(), some.bfloat16())
+    assert same_bits(some, some.clone())
+    assert not same_bits(some, torch.tensor([-0.0, 1.0, float("nan")]))
+    assert not same_bits(some, some.double()) and not same_bits(some, some[:2])
+    assert same_bits(some[:0], some[:0].clone()) and same_bits(some.bfloat16(), some.bfloat16())
 
 
 @pytest.mark.ranks

@@ -416,10 +416,10 @@ def test_a_sum_over_shares_or_on_one_rank_does_not_count_ranks(
 )
 def test_what_a_large_container_holds_is_read(bank: Any) -> None:
     def add(module: Any, x: torch.Tensor) -> None:
-        held = module.bank[70]
-        if isinstance(held, dict):
-            held["n"] += 1
+        if isinstance(module.bank[10], dict):
+            module.bank[10]["n"] += 1
         else:
+            held = module.bank[70]
             held += 1
 
     toy = Toy(add)
@@ -451,3 +451,19 @@ def test_a_metric_that_counts_beside_its_states_is_refused() -> None:
     toy.ratio = Ratio()
     with pytest.raises(ValueError, match=r"ratio \(Ratio\) counts in n, which is not one of its states"):
         fit(toy)
+
+
+def add_up(module: Any, x: torch.Tensor) -> None:
+    module.collection(x)
+    module.log_dict(module.collection, on_step=False, on_epoch=True)
+
+
+def test_what_the_model_and_libraries_hold_is_not_the_users(tmp_path: Path) -> None:
+    """Its own tensors in a long list, a method without a module, and what a collection of metrics notes."""
+    toy = Toy(add_up)
+    toy.layer = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(40)), nn.Linear(3, 1))
+    toy.own = [*toy.layer.parameters(), *toy.layer.buffers()]
+    toy.traced = torch.fx.symbolic_trace(nn.Linear(3, 1)).forward
+    toy.collection = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric(), "max": torchmetrics.MaxMetric()})
+    fit(toy)
+    assert toy.layer[0].num_batches_tracked
