@@ -13,7 +13,6 @@ from torch.optim import SGD, Muon
 
 from lockstep.strategies.sync.contents import same_bits
 
-
 EDITS: dict[str, Callable[[Tensor], Any]] = {
     "nothing": lambda shard: None,
     "in place": lambda shard: shard.mul_(0.5),
