@@ -94,7 +94,7 @@ class HyperParameters:
                 values.update(_entries(value))
             given = _init_arguments(self, caller)
             whole = next((name for name, value in given.items() if len(names) == 1 and value is names[0]), None)
-            is_all = not self._given_hparams or whole == self.hparams_name
+            is_all = self._given_hparams.keys() <= values.keys()  # then the newest name of them holds
             self.__dict__["_hparams_name"] = whole if is_all else None
         else:
             self.__dict__["_hparams_name"] = None

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.deepspeed.zero_step import ZeroStep
 from lockstep.strategies.modules.model_changes import shortened
-from lockstep.strategies.optimizers.copies import INSTEAD, Contents, steps_with
+from lockstep.strategies.optimizers.copies import INSTEAD, Contents, steps_by_own_code, steps_with
 from lockstep.strategies.optimizers.modes import has_modes
 from lockstep.strategies.optimizers.probe import is_plain, probe, reads_attributes, steps_groups_alike
 from lockstep.strategies.precision import Precision
@@ -53,7 +53,8 @@ def check_optimizer(optimizer: Optimizer, stage: int) -> None:
 
 def _check_beside(optimizer: Optimizer) -> None:
     """Raise ValueError for an optimizer that knows the parameters of the model by more than its groups."""
-    if any("param_names" in group for group in optimizer.param_groups):
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.") and not steps_by_own_code(optimizer)
+    if any("param_names" in group for group in optimizer.param_groups) and not is_torchs:  # torch's do not read them
         why = "has param_names in its groups"
     elif Contents(optimizer).elsewhere:
         why = "keeps parameters, or what goes with them, outside of param_groups and state"

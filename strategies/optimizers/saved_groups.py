@@ -152,7 +152,7 @@ def _keep_dtypes(state: Any, key: Any, saved: Any, dtype: torch.dtype) -> None:
     """Let `state[key]` have the dtypes that were saved, where `load_state_dict` of torch, which casts to that of the
     parameter, has cast them. `dtype` is that of the saved parameter, which what was saved in it follows."""
     loaded = state[key]
-    if isinstance(saved, Tensor):
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         if saved.dtype not in (dtype, loaded.dtype) and _is_value(loaded, saved):
             state[key] = saved.to(loaded.device)
     elif isinstance(saved, dict) and isinstance(loaded, dict):

@@ -133,6 +133,7 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
 
 
 def _attributes(changes: Changes, name: str, tensors: dict[str, TensorShard]) -> dict[str, Any]:
+    changes.saved_modes |= bool(changes.modes)
     with in_modes(changes.modes):
         state = changes.state_dict()
     return {"attributes": pack(state, name, tensors)} if state else {}

@@ -71,6 +71,7 @@ class Changes:
             self._beside[_DATA] = datamodule
         self.modes: Sequence[tuple[nn.Module, bool]] = ()
         """Of an evaluation that runs the modes that layers have outside of it."""
+        self.saved_modes = False  # by a checkpoint within it
         self._say = [path for path, each in self._beside.items() if not has_no_state(each)]
         """Which of them say by themselves what is saved."""
         self._of_run: list[Any] = []

@@ -377,10 +377,9 @@ def _belongs(key: str, index: int, count: int) -> bool:
 @contextmanager
 def _evaluation_mode(run: RunState, module: Module, what: Stage, stage: str) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards every submodule has the mode that it had."""
-    modes = [(child, child.training) for child in module.modules()]
-    of_training = () if run.attributes is None else run.attributes.modes
+    modes, of_training = [(child, child.training) for child in module.modules()], getattr(run.attributes, "modes", ())
     if run.attributes is not None:
-        run.attributes.modes = of_training or modes
+        run.attributes.modes, run.attributes.saved_modes = of_training or modes, False
     what.to_eval()
     run.evaluating = stage
     try:
@@ -388,10 +387,14 @@ def _evaluation_mode(run: RunState, module: Module, what: Stage, stage: str) -> 
             yield
     finally:
         run.evaluating = None
-        if modes[0][1]:
-            module.train(True)  # which some override to swap weights
+        module.train(True) if modes[0][1] else None  # which some override to swap weights
         for child, mode in modes:
             child.training = mode
         what.to_train()
         if run.attributes is not None:
             run.attributes.modes = of_training
+    if run.attributes is not None and run.attributes.saved_modes and any(each.training != mode for each, mode in modes):
+        raise RuntimeError(
+            "on_validation_model_train leaves layers in modes that a checkpoint of this validation does not have, so "
+            "that a resumed run would train in others; set them in on_train_epoch_start"
+        )

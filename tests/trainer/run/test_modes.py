@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep import Module, Trainer
-from lockstep.callbacks import ModelCheckpoint
+from lockstep.callbacks import LambdaCallback, ModelCheckpoint
 from tests.trainer.toy import equal, loader, quiet, weights
 
 
@@ -106,3 +106,9 @@ def test_a_module_sets_its_modes_after_a_validation(with_base: bool) -> None:
     module.net[2].eval()
     quiet().fit(module, loader(16), loader(8))
     assert module.modes() == [True, False, not with_base, True, True]
+
+
+def test_modes_that_a_checkpoint_of_the_validation_does_not_have_are_refused(tmp_path: Path) -> None:
+    saves = LambdaCallback(on_validation_end=lambda trainer, module: trainer.save_checkpoint(tmp_path / "1"))
+    with pytest.raises(RuntimeError, match="on_validation_model_train leaves layers in modes that a checkpoint"):
+        quiet(callbacks=[saves]).fit(Sets(True), loader(16), loader(8))
