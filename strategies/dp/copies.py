@@ -31,6 +31,9 @@ class Replaced:
         self._known: dict[int, tuple[Any, Any]] = {}
         """With each value itself, which lives as long."""
 
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
     def add(self, value: Any, other: Any) -> Any:
         self._known[id(value)] = value, other
         return other

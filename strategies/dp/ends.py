@@ -11,28 +11,31 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.dp.copies import Copies, Replaced
-from lockstep.strategies.dp.held import Held, Part, inside, is_metric
+from lockstep.strategies.dp.held import Held, Part, identical, inside, is_metric
 from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.sync.contents import same_values, sum_of_bits
 
 T = TypeVar("T")
 
 
-def in_turn(model: nn.Module, copies: list[Copies], work: Callable[[int], T]) -> list[T]:
+def in_turn(
+    model: nn.Module, first: Replaced, copies: list[Copies], work: Callable[[int], T], start: Held | None = None
+) -> list[T]:
     """What `work` returns for the first slice and for each of `copies`, one after the other.
 
-    Each begins with what is found now, has its copies in the place of tensors, and leaves what the first leaves: what
-    differs refuses any use. Raises RuntimeError for a buffer, and for an attribute that a module has after some alone.
+    Each begins with what is found now, which is `start` if that is given, has its copies in the place of tensors, and
+    leaves what the first leaves: what differs refuses any use, but for the slice itself the next time, as `first` and
+    `copies` know. Raises RuntimeError for a buffer, and for an attribute that a module has after some alone.
     """
-    start, found = Held(model), []
+    start, found = start or Held(model), []
     try:
         results = []
         for index in range(len(copies) + 1):
-            if index:
-                start.put(copies[index - 1].of)
+            if index or first:
+                start.put(copies[index - 1].of if index else first.of)
             results.append(work(index))
             found.append(Held(model))
-        end = End(start, found[0])
+        end = End(start, found[0], first)
         for other, copied in zip(found[1:], copies, strict=True):
             end.compare(other, copied)
     except BaseException:
@@ -45,8 +48,8 @@ def in_turn(model: nn.Module, copies: list[Copies], work: Callable[[int], T]) ->
 class End:
     """What the first slice left, of which only what others leave too is kept."""
 
-    def __init__(self, start: Held, first: Held) -> None:
-        self._start, self._first = start, first
+    def __init__(self, start: Held, first: Held, values: Replaced) -> None:
+        self._start, self._first, self._values = start, first, values
         self.refused = Replaced()
         """What refuses any use in the place of containers and objects that cannot be kept in part."""
 
@@ -73,6 +76,8 @@ class End:
         if not self._are_alike(own, theirs, copies, pairs):
             self._refuse(own, theirs)
             return pairs
+        if own.base is not None and identical(own.items, theirs.items):
+            return pairs
         there = dict(zip(theirs.keys, theirs.items, strict=True)) if own.base is None else {}
         is_of_torch = own.base is None and type(own.owner).__module__.startswith("torch.nn.")
         for i, one in enumerate(own.items if own.base is not set else ()):
@@ -82,7 +87,10 @@ class End:
             if not self._are_same(one, two, copies, pairs):
                 if own.kind:
                     raise _differs(own.kind, own.name(i))
-                own.items[i] = _refusing(own.name(i))
+                if type(one) is not Refusing:  # by another slice
+                    own.items[i] = _refusing(own.name(i))
+                    self._values.add(own.items[i], one)
+                copies.add(own.items[i], two)
         return pairs
 
     def _are_alike(self, own: Part, theirs: Part, copies: Copies, pairs: list[tuple[Any, Any]]) -> bool:
@@ -91,8 +99,11 @@ class End:
             return {*own.keys} == {*theirs.keys}
         if own.base is set:
             return _equal({*map(copies.of, own.items)}, {*theirs.items})
-        alike = len(own.items) == len(theirs.items)
-        return alike and all(self._are_same(*pair, copies, pairs) for pair in zip(own.keys, theirs.keys, strict=True))
+        if len(own.items) != len(theirs.items):
+            return False
+        return identical(own.keys, theirs.keys) or all(
+            self._are_same(*pair, copies, pairs) for pair in zip(own.keys, theirs.keys, strict=True)
+        )
 
     def _refuse(self, own: Part, theirs: Part) -> None:
         names = sorted({*own.keys} ^ {*theirs.keys}) if own.base is None or own.kind else []

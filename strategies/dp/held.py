@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from argparse import Namespace
 from collections import deque
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.strategies.launch.program.functions import OTHERS
 from lockstep.strategies.launch.program.reach import base_of, content_of, refill
 from lockstep.strategies.launch.program.values import attributes_of, put_attributes
 
@@ -23,7 +25,7 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _OF_DATA = frozenset({"abc", "argparse", "collections", "contextlib", "types", "typing"})
 """Modules of the standard library in which bases are that hold data alone."""
 _OF_PYTHON = sys.stdlib_module_names - _OF_DATA
-_OTHERS = frozenset({"torch", "torchmetrics", "numpy", "lockstep"})
+_OTHERS = frozenset({*OTHERS, "rich", "wandb"})
 """Packages of whose objects, but for modules, nothing is read."""
 _NOT_READ = (Optimizer, LRScheduler)
 _OF_TORCH = (frozenset(vars(nn.Module())) - {"training"}) | {"_trainer"}
@@ -56,8 +58,9 @@ class Part:
 class Held:
     """All that can be reached from a model by attributes, containers, bound methods and partials.
 
-    Read are modules, objects of users' classes, and containers. Not read: objects of libraries, metrics, and what
-    functions and classes hold.
+    Read are modules, objects of classes, and containers. Not read: objects of torch, numpy, the standard library and of
+    what reports progress (tqdm, rich, wandb), those that end something as they are deleted, metrics, and what functions
+    and classes hold.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -78,12 +81,15 @@ class Held:
     def put(self, of: Callable[[Any], Any] | None = None) -> None:
         """Let all hold what they held here, or what `of` has in the place of it."""
         for part in self.attributes.values():
-            items = part.items if of is None else map(of, part.items)
+            items = part.items if of is None or is_plain(part.items) else map(of, part.items)
             put_attributes(part.owner, dict(zip(part.keys, items, strict=True)), _attributes)
         for part in self.containers.values():  # afterwards, as keys may be hashed by their attributes
-            keys, items = (part.keys, part.items) if of is None else ([*map(of, part.keys)], [*map(of, part.items)])
-            pairs = [each for pair in zip(keys, items, strict=True) for each in pair] if keys else items
-            refill(part.owner, part.base, pairs)
+            keys, items = (
+                each if of is None or is_plain(each) else [*map(of, each)] for each in (part.keys, part.items)
+            )
+            if not all(map(identical, _content_of(part.owner, part.base), (keys, items))):
+                pairs = [each for pair in zip(keys, items, strict=True) for each in pair] if keys else items
+                refill(part.owner, part.base, pairs)
 
     def __contains__(self, value: Any) -> bool:
         return id(value) in self.attributes or id(value) in self.containers
@@ -102,8 +108,8 @@ class Held:
             held = {} if base is kind else _attributes(value)
             if base is not kind:
                 self.attributes[id(value)] = Part(value, place, [*held], [*held.values()])
-            for name, item in held.items():
-                self._wait(f"{place}.{name}".lstrip("."), [item])
+            named = ((name, item) for name, item in held.items() if type(item) not in _PLAIN)
+            self._waiting.extend((f"{place}.{name}".lstrip("."), item) for name, item in named)
             if isinstance(value, nn.Module):
                 self._module(value, place)
 
@@ -121,14 +127,26 @@ class Held:
         self._waiting.extendleft(reversed(found))
 
     def _container(self, value: Any, base: Any, place: str) -> None:
-        content, is_dict = content_of(value, base), issubclass(base, dict)
-        keys, items = (content[::2], content[1::2]) if is_dict else ([], content)
+        keys, items = _content_of(value, base)
         self.containers[id(value)] = Part(value, place, keys, items, base)
-        self._wait(place, content)
+        self._wait(place, keys)
+        self._wait(place, items)
 
     def _wait(self, place: str, items: Collection[Any]) -> None:
-        if not is_plain(items):
+        if items and not is_plain(items):
             self._waiting.extend((place, item) for item in items if type(item) not in _PLAIN)
+
+
+def _content_of(value: Any, base: Any) -> tuple[list[Any], list[Any]]:
+    """Keys and items of a dict, or the items of another container, by no code of its class."""
+    if issubclass(base, dict):
+        return [*base.keys(value)], [*base.values(value)]
+    return [], content_of(value, base)
+
+
+def identical(own: list[Any], theirs: list[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(own) == len(theirs) and all(map(operator.is_, own, theirs))
 
 
 def inside(value: Any) -> tuple[Any, ...] | None:
@@ -162,7 +180,7 @@ def _is_read(kind: Any) -> bool:
         return True
     packages = [cls.__module__.partition(".")[0] for cls in kind.__mro__ if cls is not object]
     is_users = packages and packages[0] not in _OTHERS and not _OF_PYTHON.intersection(packages)
-    return bool(is_users) and not issubclass(kind, _NOT_READ)
+    return bool(is_users) and not issubclass(kind, _NOT_READ) and not hasattr(kind, "__del__")
 
 
 def check_hooks(model: nn.Module) -> None:

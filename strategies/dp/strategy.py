@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ from lockstep.strategies.data.batch_slices import move
 from lockstep.strategies.data.sample_axis import SampleCutter
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.devices import nth_device
-from lockstep.strategies.dp.copies import Copies, join, large_values, refuse_returned, unchanged
+from lockstep.strategies.dp.copies import Copies, Replaced, join, large_values, refuse_returned, unchanged
 from lockstep.strategies.dp.ends import in_turn, refuse_differing
 from lockstep.strategies.dp.held import Held, check_hooks
 from lockstep.strategies.launch import environment
@@ -133,9 +133,13 @@ class DataParallel(SPMDStrategy):
             devices = [self._device_of(index) for index in range(len(parts))]
             held = Held(wrapped)
             large = large_values(held, devices)
-            copies = [Copies(held, device, large) for device in devices[1:]]
+            first, copies = Replaced(), [Copies(held, device, large) for device in devices[1:]]
+            turns = functools.partial(in_turn, wrapped, first, copies)
             with unchanged(large):
-                outputs = self._forward(wrapped, step_fn, micro_batch, parts, copies, hooks)
+                outputs = self._forward(
+                    wrapped, step_fn, micro_batch, parts, functools.partial(turns, start=held), hooks
+                )
+                refuse_differing(copies)
             whole = merged(
                 [(move(output, self.topology.device, None), n) for output, (_, n) in zip(outputs, parts, strict=True)]
             )
@@ -148,7 +152,7 @@ class DataParallel(SPMDStrategy):
             weighted += sum(value.item() for value in total) if self.topology.device.type == "cpu" else 0.0
             if total and hooks.before_backward is not None:
                 hooks.before_backward(split_loss(whole, micro_batch.num_samples)[0])  # type: ignore[arg-type]
-            in_turn(wrapped, copies, functools.partial(self._backward, losses))
+            turns(functools.partial(self._backward, losses))
             join(wrapped, copies)
             micro_batch.output = detach(whole)
             if total and hooks.after_backward is not None and number < last:
@@ -164,10 +168,10 @@ class DataParallel(SPMDStrategy):
         step_fn: StepFn,
         micro_batch: MicroBatch,
         parts: list[tuple[Any, int]],
-        copies: list[Copies],
+        turns: Callable[[Callable[[int], Any]], list[Any]],
         hooks: StepHooks,
     ) -> list[Any]:
-        """What the step returns for each slice."""
+        """What the step returns for each slice, in `turns`."""
         own, held = parts[0][1], functools.partial(kept_buffers, wrapped)
         refusing = refusing_counts(held, own, micro_batch.num_samples, self.name, [parts[0][0]], self._suspects)
         counts = self._counts = self._counts or PartialCounts({"": wrapped}, len(parts), self.name, _INSTEAD)
@@ -180,7 +184,7 @@ class DataParallel(SPMDStrategy):
                 output = self._step(wrapped, later if index else step_fn, parts[index][0], micro_batch.batch_idx, index)
             if not index:
                 counts.end(own, parts[0][0], output)
-            if index == len(copies) and hooks.vote().rates != rates:
+            if index == len(parts) - 1 and hooks.vote().rates != rates:
                 raise RuntimeError(
                     "training_step changed a learning rate, momentum or weight decay, and strategy 'dp' runs it on "
                     "slices; change it in on_train_batch_start, or use strategy='single'"
@@ -188,9 +192,7 @@ class DataParallel(SPMDStrategy):
             return output
 
         with contexts[0]:  # which counts what all have logged, once metrics are in their places again
-            outputs = in_turn(wrapped, copies, forward)
-        refuse_differing(copies)
-        return outputs
+            return turns(forward)
 
     def _step(self, wrapped: nn.Module, step_fn: StepFn, part: Any, batch_idx: int, index: int) -> Any:
         """What the step returns for a slice, on its device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -260,3 +261,54 @@ def test_what_a_backward_sets_by_the_samples_of_a_slice_is_nobodys() -> None:
     module = train(Keeps, "dp")
     with pytest.raises(RuntimeError, match="norm was set by training_step, which strategy 'dp' runs on slices"):
         module.norm + 1  # type: ignore[operator]
+
+
+def keep_input(layer: nn.Module, args: Any, output: Tensor) -> None:
+    layer.saved = args[0].detach()
+
+
+def scale(layer: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return None if inputs[0] is None else (inputs[0] * (1 + layer.saved.sum(1, keepdim=True)),)
+
+
+class Backwards(Plain):
+    """Hooks of a backward read what the forward of the slice has kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.net:
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_hook(keep_input)
+                layer.register_full_backward_hook(scale)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_a_backward_finds_what_its_slice_has_kept() -> None:
+    both(Backwards)
+
+
+class Ends:
+    """Ends something as it is deleted, as progress bars do."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def update(self) -> None:
+        self.at = time.monotonic()
+
+    def __del__(self) -> None: ...
+
+
+class Shows(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bar = Ends()
+        self.words = {f"word {i}": i for i in range(5000)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.bar.update()
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_object_that_ends_something_is_not_put_back() -> None:
+    both(Shows)

@@ -17,8 +17,7 @@ from lockstep.strategies.launch.program.functions import codes_of, is_users_clas
 def functions_of(modules: Iterable[nn.Module], steps: Iterable[str]) -> list[FunctionType]:
     """The functions of the user's that steps of `modules` may call, by the names in their code."""
     found: dict[FunctionType, type | None] = {}
-    for module in modules:
-        kind = type(module)
+    for kind in dict.fromkeys(map(type, modules)):
         for name in (*steps, "forward"):
             found |= dict.fromkeys(_methods(kind, name), kind)
         waiting = [*found]
