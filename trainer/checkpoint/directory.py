@@ -72,6 +72,14 @@ def abandoned(folder: Path) -> bool:
         os.close(descriptor)
 
 
+def changed_at(folder: Path) -> float:
+    """When a folder or a file in it was last changed, in seconds since the epoch; now if it is gone meanwhile."""
+    try:
+        return max(entry.lstat().st_mtime for entry in (folder, *folder.iterdir()))
+    except OSError:
+        return time.time()
+
+
 def is_replaced(path: Path, there: Container[Path]) -> bool:
     """Whether a save replaces what is at `path`; `there` are the paths that were taken as it began.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -18,6 +19,7 @@ from lockstep.strategies.checkpoint_state import TensorShard
 from lockstep.trainer.checkpoint.directory import (
     LEFTOVER,
     abandoned,
+    changed_at,
     folders,
     hidden,
     lock,
@@ -279,18 +281,19 @@ def identity(entry: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def clean(folder: str | os.PathLike[str]) -> list[Path]:
+def clean(folder: str | os.PathLike[str], min_age_s: float = 0.0) -> list[Path]:
     """Remove what dead writers left in `folder` and return it; put back a checkpoint that they had set aside.
 
     One process calls it, at the start of a run. A writer holds a lock on its temporary folder, which the kernel
     releases when the writer dies, so folders of living writers stay, of this or another run on this machine. Where
-    the file system has no locks on folders (NFS), only folders unchanged for a day are removed.
+    the file system has no locks on folders (NFS), only folders unchanged for a day are removed. `min_age_s`: for how
+    long a folder must be unchanged at least, where another run may save, on a machine that sees no lock of this one's.
     """
     folder = Path(os.path.abspath(folder))
     done: list[Path] = []
     for entry in folders(folder):
         leftover = LEFTOVER.fullmatch(entry.name)
-        if not leftover or not abandoned(entry):
+        if not leftover or not abandoned(entry) or time.time() - changed_at(entry) < min_age_s:
             continue
         try:
             if leftover["kind"] == "old" and not os.path.lexists(folder / leftover["name"]) and is_checkpoint(entry):

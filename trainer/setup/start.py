@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lockstep")
 
+_OTHERS_AGE_S = 3600.0
+"""For how long what a dead writer has left stays in a folder in which other runs may save."""
+
 
 def checked(run: RunState, ckpt_path: str | Path | None) -> str | None:
     """The path as a string, that of the best checkpoint for "best"; raise for a path that is not a checkpoint, before
@@ -151,8 +154,9 @@ def choose(run: RunState, ckpt_path: str | None, skipped: Iterable[Any] = ()) ->
             run.folder = RunFolder(folder)
         if folder is not None:
             own = str(folder / "checkpoints")
-            for place in (own, *folders_beside(run, own)):
-                store.clean(place)
+            store.clean(own)
+            for place in folders_beside(run, own):
+                store.clean(place, min_age_s=_OTHERS_AGE_S)
         return {
             "log_dir": str(folder) if folder else None,
             "loggers": [str(root / (folder.name if own is None else _version(own))) for root, own in places]

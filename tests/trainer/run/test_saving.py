@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -348,9 +350,13 @@ def test_a_fit_removes_what_killed_ones_have_left_in_each_folder_of_checkpoints(
     for name in ("one", "two"):
         (tmp_path / name / ".epoch=0-step=2.tmp-0123abcd").mkdir(parents=True)
         (tmp_path / name / ".epoch=0-step=2.tmp-0123abcd" / "model.safetensors").write_text("half")
+        for path in (tmp_path / name / ".epoch=0-step=2.tmp-0123abcd").rglob("*"):
+            os.utime(path, (0, time.time() - 4000))
+        os.utime(tmp_path / name / ".epoch=0-step=2.tmp-0123abcd", (0, time.time() - 4000))
+    (young := tmp_path / "two" / ".epoch=0-step=3.tmp-0123abcd").mkdir()  # a save of a run on another machine
     Trainer(max_epochs=1, enable_progress_bar=False, logger=False, callbacks=savers).fit(net(), loader())
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["epoch=0-step=7"]
-    assert not [*(tmp_path / "two").glob(".*")]
+    assert [*(tmp_path / "two").glob(".*")] == [young]
 
 
 class Fails(Callback):
