@@ -85,6 +85,15 @@ def has_no_state(owner: Any) -> bool:
     return saying is None or saying.__module__.startswith("lockstep.")
 
 
+def refuse_other_modes(saved: Sequence[tuple[nn.Module, bool]]) -> None:
+    """Raise RuntimeError if layers have other modes than a checkpoint has that was saved in a validation."""
+    if any(layer.training != mode for layer, mode in saved):
+        raise RuntimeError(
+            "on_validation_model_train leaves layers in modes that a checkpoint of this validation does not have, so "
+            "that a resumed run would train in others; set them in on_train_epoch_start"
+        )
+
+
 def objects(owner: Any, path: str, seen: set[int], depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
     """Objects of the user's classes that an owner holds, by name; `seen` are the ids of those that were found."""
     if isinstance(owner, nn.Module) and not is_of_user(owner):  # of which numbers and strings are kept

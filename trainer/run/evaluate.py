@@ -25,6 +25,7 @@ from lockstep.trainer.checkpoint.snapshot import (
     restore_weights,
     weights_for,
 )
+from lockstep.trainer.kept.owners import refuse_other_modes
 from lockstep.trainer.metrics.buffers import EvaluatedBuffers
 from lockstep.trainer.metrics.counts import CountsWatch
 from lockstep.trainer.metrics.entry import Reduced, nowhere
@@ -44,6 +45,7 @@ from lockstep.trainer.setup.loaders import (
     loaders_of,
     measure_evaluation,
 )
+from lockstep.trainer.shares.ends import compare_counts
 
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
@@ -241,6 +243,7 @@ def evaluate(
             metrics.num_loaders += metrics.samples > before
         buffers.check(f"{what.name}_step")
         counts.compare()
+        compare_counts(run)
         check_orders(run, loaders, what.kind)
         check_rows(run, loaders, metrics.weighs)
         metrics.suffix, metrics.weight = "", 1.0
@@ -387,14 +390,12 @@ def _evaluation_mode(run: RunState, module: Module, what: Stage, stage: str) -> 
             yield
     finally:
         run.evaluating = None
-        module.train(True) if modes[0][1] else None  # which some override to swap weights
+        if modes[0][1]:
+            module.train(True)  # which some override to swap weights
         for child, mode in modes:
             child.training = mode
         what.to_train()
         if run.attributes is not None:
             run.attributes.modes = of_training
-    if run.attributes is not None and run.attributes.saved_modes and any(each.training != mode for each, mode in modes):
-        raise RuntimeError(
-            "on_validation_model_train leaves layers in modes that a checkpoint of this validation does not have, so "
-            "that a resumed run would train in others; set them in on_train_epoch_start"
-        )
+    if run.attributes is not None and run.attributes.saved_modes:
+        refuse_other_modes(modes)

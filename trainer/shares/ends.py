@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 
 from lockstep.callbacks.guard import fingerprint
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.launch.program.functions import is_users_class
 from lockstep.strategies.methods.federated.copy import RefusedOnClient
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.side_effect_free import differ
+from lockstep.trainer.metrics.gathering import gather_values
 from lockstep.trainer.run.hooks import is_users
 from lockstep.trainer.seeding import rng_state, set_rng_state
 from lockstep.trainer.shares.user_state import Marks, UserState
@@ -96,6 +98,22 @@ def end_shares(run: RunState, module: Module, window: Window, streams: Streams) 
         partial(_watched, run, module, hook, hook is not hooks[-1]) if is_users(hook) else hook
         for hook in run.hooks.on_train_batch_end
     ]
+
+
+def compare_counts(run: RunState) -> None:
+    """After an evaluation, raise RuntimeError for a number of a callback that is not the same in all shares: ranks
+    would read another one each. Every rank calls it."""
+    shares = run.shares
+    several = shares is not None and len(shares.own) < (run.arguments.virtual_ranks or 1)
+    if shares is None or not several or not any(is_users_class(type(callback)) for callback in run.callbacks):
+        return
+    ranks = gather_values(run.strategy, shares.state.counted())
+    held = {name: values for rank in ranks for name, values in rank.items()}
+    if names := sorted(name for name, values in held.items() if any(rank.get(name) != values for rank in ranks)):
+        raise RuntimeError(
+            f"hooks of a batch changed {shortened(names)} by another number in one share than in another, so that what "
+            "reads it would depend on the rank; use self.log"
+        )
 
 
 def _watched(run: RunState, module: Module, hook: Callable[..., Any], more: bool, *arguments: Any) -> None:

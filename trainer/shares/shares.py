@@ -83,7 +83,10 @@ class Shares:
                     buffer.put_back()
             self._share, self._number = share, 0
             self._switch_metrics(share)
-            self._keeps_state = len(self.own) > 1 and not self._run.evaluating and not self.state.is_open
+            watches = len(self.own) > 1
+            if self._run.evaluating is not None:  # refused on any number of ranks
+                watches = watches or (self._run.arguments.virtual_ranks or 1) > 1
+            self._keeps_state = watches and not self.state.is_open
             if self._keeps_state:
                 self.state.begin(share, at_once=follows)
         self._seed(*place, share, self._number)
@@ -97,6 +100,7 @@ class Shares:
         self._end_share()
         if self._keeps_state:
             self.state.rest()
+        self._keeps_state = False
         for buffer in self._after_first or ():
             buffer.put_back()
         self._of_optimizers.leave()
@@ -150,6 +154,7 @@ class Shares:
 
     def _end_share(self) -> None:
         if self._run.evaluating:
+            self._end_evaluated()
             return
         wrong = [key for key, value in _values(self._users).items() if _differ(self._values.get(key), value)]
         wrong += self._plain[1].changed(self._plain[0].now())
@@ -171,6 +176,14 @@ class Shares:
         self._of_optimizers.end_share()
         if self._after_first is None:
             self._after_first = [_Buffer(buffer.module, buffer.name) for buffer in self._buffers]
+
+    def _end_evaluated(self) -> None:
+        if changed := self.state.end() if self._keeps_state else []:
+            raise RuntimeError(
+                f"a step or hook of a batch changed {shortened(changed)} in an evaluation, so that what reads it would "
+                "depend on how many shares or learners a rank runs; log the value in the step, or a torchmetrics "
+                "Metric, and compute what is shown of one sample in on_validation_epoch_end, from the dataset"
+            )
 
     def _named(self, places: list[tuple[nn.Module, str]]) -> list[str]:
         names = {module: name for name, module in self._module.named_modules()}

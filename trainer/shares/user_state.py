@@ -8,26 +8,25 @@ in each share, such as counters.
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import cache, partial
-from itertools import count, islice
+from functools import partial
+from itertools import islice
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from lockstep.strategies.launch.program.functions import OTHERS, codes_of, is_users_class, variables_of
-from lockstep.strategies.modules.absent import is_here
+from lockstep.strategies.launch.program.functions import OTHERS, is_users_class, variables_of
 from lockstep.strategies.modules.blocks import OF_TORCH
 from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES, OF_MODULE
 from lockstep.strategies.modules.side_effect_free import PlainValues, differ
-from lockstep.strategies.sync.contents import checksum, generator_state
+from lockstep.strategies.sync.contents import generator_state
 from lockstep.trainer.kept.values import fields
 from lockstep.trainer.metrics.model_parts import ModelParts, Parts
+from lockstep.trainer.shares.marks import NUMBERS, noted, of_array, of_tensor, place_of
+from lockstep.trainer.shares.named_values import is_watched, places_of
 
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
@@ -41,9 +40,8 @@ _MANY = 64
 """Items of a list, and containers in larger ones, that are searched; of others it is seen whether they are the same
 objects, and whether the first `_MOST` tensors were written to."""
 _MOST = 4096
-_READ_BYTES = 2**22
-"""Larger tensors and arrays are not read: what torch notes of them is compared."""
-_NUMBERS = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_SMALL = 2**16
+"""Bytes of arrays outside of objects that are read."""
 _OF_CLASSES = (int, float, Tensor, np.ndarray, list, dict, set, deque)
 """What is read of a class, which all its objects have in common."""
 _OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -96,6 +94,8 @@ class UserState:
             names.remove(name)
             self._counted.setdefault(name, _Counted(*now.owners[name], before.marks[name]))
         for name, (container, items, _) in now.lists.items():
+            if self._run.evaluating and name in before.lists and len(items) > len(before.lists[name].items):
+                names.append(name)  # what sums an evaluation up reads what all shares of a rank have appended
             if name in self._grown:
                 self._grown[name].take(self._share)
             elif not names and name in before.lists and len(items) > len(before.lists[name].items):
@@ -106,12 +106,17 @@ class UserState:
         self._before = now
         return sorted(names)
 
+    def counted(self) -> dict[str, list[str]]:
+        """By name what numbers of callbacks are in the shares of this rank."""
+        shares = self._run.strategy.shares  # type: ignore[attr-defined]
+        return {name: sorted({repr(kept.of(share)) for share in shares}) for name, kept in self._counted.items()}
+
     def rest(self) -> None:
         """Called where code of the user follows that is not of a share: holds on to nothing of it."""
         self._before = _NOTHING
 
     def _found(self) -> _Found:
-        return _found(self._run, self._parts.now())
+        return _found(self._run, self._parts.now(), {id(kept.container) for kept in self._grown.values()})
 
 
 class _Items(NamedTuple):
@@ -146,7 +151,7 @@ class _Grown:
     """A list to which shares append."""
 
     def __init__(self, container: Any, common: list[Any]) -> None:
-        self._container = container
+        self.container = container
         self._common, self._all = common, [*common]
         self._own: dict[int, list[Any]] = {}
 
@@ -155,7 +160,7 @@ class _Grown:
         number = len(self._all)
         if not now.items:
             self._common, self._own = [], {}
-        elif now.container is self._container and _starts_with(now.items, self._all):
+        elif now.container is self.container and _starts_with(now.items, self._all):
             for items in (self._common, *self._own.values()):
                 items.extend(now.items[number:])
         else:
@@ -163,19 +168,19 @@ class _Grown:
                 f"{name} was changed between steps, but holds what several shares or learners of this rank have "
                 "appended, each for itself; clear it or append to it, or use self.log"
             )
-        self._container, self._all = now.container, [*now.items]
+        self.container, self._all = now.container, [*now.items]
 
     def show(self, share: int | None) -> None:
         """Let the list hold what it would hold if there were only this share."""
-        _put(self._container, self._of(share))
+        _put(self.container, self._of(share))
 
     def take(self, share: int | None) -> None:
         """Take what a share has appended; the list holds what all have."""
-        items, before = [*self._container], self._of(share)
+        items, before = [*self.container], self._of(share)
         self._all.extend(items[len(before) :])
         if share is not None:
             self._own[share] = items
-        _put(self._container, self._all)
+        _put(self.container, self._all)
 
     def _of(self, share: int | None) -> list[Any]:
         return self._common if share is None else self._own.get(share, self._common)
@@ -194,16 +199,17 @@ class _Counted:
         now = vars(self._owner).get(self._key)
         if _differ(now, self._left):
             self._common, self._own = now, {}
-        vars(self._owner)[self._key] = self._of(share)
+        vars(self._owner)[self._key] = self.of(share)
 
     def take(self, share: int | None, shares: Sequence[int]) -> bool:
         """Take what a share has left; whether all have the same after the last one."""
         self._left = vars(self._owner).get(self._key)
         if share is not None:
             self._own[share] = self._left
-        return not shares or share != shares[-1] or not any(_differ(self._of(s), self._left) for s in shares)
+        return not shares or share != shares[-1] or not any(_differ(self.of(s), self._left) for s in shares)
 
-    def _of(self, share: int | None) -> Any:
+    def of(self, share: int | None) -> Any:
+        """The number of a share, or with None of code between steps."""
         return self._common if share is None else self._own.get(share, self._common)
 
 
@@ -228,9 +234,9 @@ def _differ(one: Any, other: Any) -> bool:
     return differ(one, other)
 
 
-def _found(run: RunState, model: ModelParts) -> _Found:
+def _found(run: RunState, model: ModelParts, followed: Collection[int]) -> _Found:
     """Marks of all that user code remembers outside of parameters, buffers and optimizer state."""
-    search = _Search([*model.known, *run.streams.values()])
+    search = _Search([*model.known, *run.streams.values()], followed)
     for name, part in model.parts:
         for hooks in OF_MODULE:
             if held := getattr(part, hooks, None):
@@ -248,6 +254,11 @@ def _found(run: RunState, model: ModelParts) -> _Found:
                 search.hooks(held, name)
     for owner in (run.trainer, *run.user_optimizers):
         search.attributes(owner, f"{type(owner).__name__}.", _OF_HANDLES)
+    if run.datamodule is not None:
+        for key, value in vars(run.datamodule).items():
+            if key not in _NOT_THEIRS and is_watched(value):
+                search.common(value, f"{type(run.datamodule).__name__}.{key}")
+        search.classes(type(run.datamodule))
     for optimizer in run.optimizers.values():
         for hooks in _OF_OPTIMIZER:
             search.hooks(getattr(optimizer, hooks, None), type(optimizer).__name__)
@@ -257,22 +268,50 @@ def _found(run: RunState, model: ModelParts) -> _Found:
 class _Search:
     """Finds marks, and goes to each container and object once."""
 
-    def __init__(self, known: Iterable[Any]) -> None:
+    def __init__(self, known: Iterable[Any], followed: Collection[int]) -> None:
+        self._followed = followed
+        """Lists of which each share sees its own, by `id`."""
         self.marks: Marks = {}
         self.lists: dict[str, _Items] = {}
         self.owners: dict[str, tuple[Any, str]] = {}
         self._seen = set(map(id, known))
+        self._kinds: set[type] = set()
 
     def attributes(self, owner: Any, prefix: str, but: Collection[str] = _NOT_THEIRS) -> None:
         for key, value in vars(owner).items():
             if key not in but:
                 self.marks[prefix + key] = self._mark(value, prefix + key, _DEPTH)
-        for kind in filter(is_users_class, type(owner).__mro__):
-            self.marks |= {name: generator_state(value) for name, value in _global_generators(kind).items()}
-            for key, value in vars(kind).items():
-                if not key.startswith("__") and isinstance(value, _OF_CLASSES):
-                    name = f"{kind.__name__}.{key}"
-                    self.marks[name] = self.marks.get(name) or self._mark(value, name, _DEPTH)
+        self.classes(type(owner))
+
+    def classes(self, of: type) -> None:
+        """What all objects of a user's class have in common, and what its methods name."""
+        if of in self._kinds:
+            return
+        self._kinds.add(of)
+        for kind in filter(is_users_class, of.__mro__):
+            for name, read in places_of(kind):
+                if name not in self.marks:
+                    self.common(read(), name)
+            self._data_of(kind)
+
+    def _data_of(self, kind: type) -> None:
+        for key, value in vars(kind).items():
+            if not key.startswith("__") and isinstance(value, _OF_CLASSES):
+                name = f"{kind.__name__}.{key}"
+                self.marks[name] = self.marks.get(name) or self._mark(value, name, _DEPTH)
+
+    def common(self, value: Any, name: str) -> None:
+        """A value that may be as large as the data: only what tells cheaply whether a step has changed it."""
+        if isinstance(value, type):
+            self._data_of(value)
+        elif isinstance(value, Tensor):
+            self.marks[name] = noted(value)
+        elif isinstance(value, np.ndarray):
+            self.marks[name] = of_array(value, _SMALL)
+        elif isinstance(value, (list, dict, set, deque)) and len(value) > _MOST and id(value) not in self._followed:
+            self.marks[name] = len(value)
+        else:
+            self.marks[name] = self._mark(value, name, 2)
 
     def hooks(self, hooks: dict[int, Callable[..., Any]] | None, owner: str) -> None:
         for i, hook in (hooks or {}).items():
@@ -284,26 +323,26 @@ class _Search:
                 self.marks[name] = mark
 
     def _mark(self, value: Any, name: str, depth: int) -> Any:
-        if isinstance(value, _NUMBERS):
+        if isinstance(value, NUMBERS):
             return value
         if id(value) in self._seen or not depth:
             return None
         self._seen.add(id(value))
         if isinstance(value, Tensor):
-            return _of_tensor(value)
+            return of_tensor(value)
         if isinstance(value, np.ndarray):
-            return value.shape, _of_array(value)
+            return value.shape, of_array(value)
         if (state := generator_state(value)) is not None:
             return state
         if isinstance(value, nn.Module):
             tensors = value.state_dict(keep_vars=True).items()
             found = {key: self._mark(tensor, name, 1) for key, tensor in tensors if isinstance(tensor, Tensor)}
             return {"": getattr(value, "_update_count", None)} | found  # of a metric: its sums are in no state dict
-        if hasattr(type(value), "__next__") and (place := _place_of(value)) is not None:
+        if hasattr(type(value), "__next__") and (place := place_of(value)) is not None:
             return place
         if isinstance(value, list) or (isinstance(value, deque) and value.maxlen is None):
             first = [
-                item if isinstance(item, _NUMBERS) else self._mark(item, f"{name}[{i}]", depth - 1)
+                item if isinstance(item, NUMBERS) else self._mark(item, f"{name}[{i}]", depth - 1)
                 for i, item in enumerate(islice(value, _MANY))
             ]
             first += map(self._noted, islice(value, _MANY, _MOST))
@@ -318,7 +357,7 @@ class _Search:
         if isinstance(value, (tuple, deque)):
             return {i: self._mark(item, f"{name}[{i}]", depth - 1) for i, item in enumerate(value)}
         if isinstance(value, (set, frozenset)):
-            return {item if isinstance(item, _NUMBERS) else id(item): None for item in value}
+            return {item if isinstance(item, NUMBERS) else id(item): None for item in value}
         parts = value.items() if isinstance(value, dict) else _parts(value)
         return {key: self._mark(item, f"{name}[{key!r}]", depth - 1) for key, item in parts}
 
@@ -350,48 +389,3 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
                 yield key, held
     elif not isinstance(value, type) and is_users_class(type(value)):
         yield from fields(value).items()
-
-
-def _place_of(iterator: Any) -> Any:
-    """What tells whether an iterator was read; None if nothing does."""
-    frame = getattr(iterator, "gi_frame", None)
-    if frame is not None:
-        held = {key: value if isinstance(value, _NUMBERS) else id(value) for key, value in frame.f_locals.items()}
-        return frame.f_lasti, held
-    if isinstance(iterator, count):
-        return repr(iterator)
-    if hasattr(iterator, "__length_hint__"):
-        return iterator.__length_hint__()
-    return getattr(iterator, "_num_yielded", None)  # of a DataLoader
-
-
-def _of_tensor(tensor: Tensor) -> Any:
-    if not is_here(tensor):
-        return None
-    if type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.layout == torch.strided:
-        if tensor.numel() * tensor.element_size() > _READ_BYTES:
-            return tensor._version, tensor.data_ptr()
-        return tuple(tensor.shape), tensor.dtype, checksum(tensor)
-    return tensor._version, id(tensor)
-
-
-@cache
-def _global_generators(kind: type) -> dict[str, Any]:
-    """By name the generators of random numbers that are globals of a file and that methods of a class use, or functions
-    of the same file that these call."""
-    functions, found = [value for value in vars(kind).values() if isinstance(value, FunctionType)], dict[str, Any]()
-    for function in functions:
-        for code in codes_of(function):
-            for key in code.co_names:
-                value = function.__globals__.get(key)
-                if isinstance(value, FunctionType) and value.__module__ == kind.__module__ and value not in functions:
-                    functions.append(value)
-                elif generator_state(value) is not None:
-                    found[f"{function.__module__}.{key}"] = value
-    return found
-
-
-def _of_array(array: np.ndarray) -> Any:
-    if array.nbytes > _READ_BYTES or array.dtype.hasobject:
-        return id(array)
-    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)

@@ -1,0 +1,198 @@
+"""What steps keep outside of attributes, and what an evaluation keeps: shares of a rank would have it in common."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import DataModule
+from lockstep.callbacks import Callback
+from tests.trainer.toy import Net, loader, quiet
+
+STATE = {"n": 0}
+NAMES = SimpleNamespace(n=0)
+NUMBER = 0
+COUNT = itertools.count()
+TENSOR = torch.zeros(2)
+SEEN: list[int] = []
+
+
+class Common:
+    pass
+
+
+class Data(DataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.kept = 0, {"n": 0}
+
+    def train_dataloader(self) -> Any:
+        return loader(32)
+
+
+def in_a_global(module: Any) -> None:
+    STATE["n"] += 1
+
+
+def in_an_object(module: Any) -> None:
+    NAMES.n += 1
+
+
+def in_a_class(module: Any) -> None:
+    Common.n = getattr(Common, "n", 0) + 1  # type: ignore[attr-defined]
+
+
+def bind_again(module: Any) -> None:
+    global NUMBER
+    NUMBER += 1
+
+
+def read(module: Any) -> None:
+    next(COUNT)
+
+
+def in_a_tensor(module: Any) -> None:
+    TENSOR.add_(1)
+
+
+def in_a_default(module: Any, kept: list[int] = [0]) -> None:  # noqa: B006
+    kept[0] += 1
+
+
+def of_itself(module: Any) -> None:
+    of_itself.n = getattr(of_itself, "n", 0) + 1  # type: ignore[attr-defined]
+
+
+def of_the_data(module: Any) -> None:
+    module.trainer.datamodule.count += 1
+
+
+def within_the_data(module: Any) -> None:
+    module.trainer.datamodule.kept["n"] += 1
+
+
+def append(module: Any) -> None:
+    SEEN.append(len(SEEN))
+
+
+class OfGlobals(Net):
+    def __init__(self, act: str) -> None:
+        super().__init__()
+        self.act = act
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        acts = in_a_global, in_an_object, in_a_class, bind_again, read, in_a_tensor, in_a_default, of_itself
+        for act in (*acts, of_the_data, within_the_data, append):
+            if act.__name__ == self.act:
+                act(self)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("act", "name"),
+    [
+        ("in_a_global", r"test_remembered\.STATE"),
+        ("in_an_object", r"test_remembered\.NAMES"),
+        ("in_a_class", r"Common\.n"),
+        ("bind_again", r"test_remembered\.NUMBER"),
+        ("read", r"test_remembered\.COUNT"),
+        ("in_a_tensor", r"test_remembered\.TENSOR"),
+        ("in_a_default", "default arguments of in_a_default"),
+        ("of_itself", "attributes of of_itself"),
+        ("of_the_data", r"Data\.count"),
+        ("within_the_data", r"Data\.kept"),
+    ],
+)
+def test_what_a_step_changes_outside_of_the_module_is_refused(act: str, name: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"training_step changed \S*{name}, which would depend on how many shares"):
+        quiet(strategy="single", virtual_ranks=2).fit(OfGlobals(act), datamodule=Data())
+
+
+def test_of_a_list_outside_of_the_module_each_share_sees_its_own() -> None:
+    SEEN.clear()
+    quiet(strategy="single", virtual_ranks=2, max_epochs=1).fit(OfGlobals("append"), datamodule=Data())
+    assert SEEN[:4] == [0, 0, 1, 1]
+
+
+def test_a_variable_that_a_step_closes_over_is_refused() -> None:
+    n = 0
+
+    class Counting(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            nonlocal n
+            n += 1
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError, match="training_step changed n in the closure of .*Counting.training_step"):
+        quiet(strategy="single", virtual_ranks=2).fit(Counting(), loader(32))
+
+
+class Evaluated(Net):
+    def __init__(self, habit: str) -> None:
+        super().__init__()
+        self.habit, self.outs, self.total, self.example = habit, [torch.zeros(())], 0.0, None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.habit == "outs":
+            self.outs.append(batch[0].sum())
+        elif self.habit == "total":
+            self.total += float(batch[0].sum())
+        elif self.habit == "example" and batch_idx == 0:
+            self.example = batch[0]
+        self.log("mean", batch[0].mean())
+        if self.habit == "cleared":
+            self.outs.append(batch[0].sum())
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        if self.habit == "cleared":
+            self.outs.pop()
+
+
+@pytest.mark.parametrize("habit", ["outs", "total", "example"])
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.ranks)], ids=["one", "two"]
+)
+def test_what_an_evaluation_keeps_is_refused_on_any_number_of_ranks(habit: str, strategy: str, devices: int) -> None:
+    trainer = quiet(strategy=strategy, devices=devices, virtual_ranks=2)
+    with pytest.raises(RuntimeError, match=f"changed {habit} in an evaluation, so that what reads it would depend"):
+        trainer.fit(Evaluated(habit), loader(32), loader(32))
+
+
+@pytest.mark.parametrize("habit", ["", "cleared"])
+def test_what_is_gone_after_the_batch_is_not_refused(habit: str) -> None:
+    trainer = quiet(strategy="single", virtual_ranks=2, max_epochs=1)
+    trainer.fit(Evaluated(habit), loader(32), loader(32))
+    assert "mean" in trainer.callback_metrics
+
+
+class Counter(Callback):
+    def __init__(self, of: str) -> None:
+        self.of, self.number = of, 0.0
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.number += 1 if self.of == "batches" else float(batch[0].sum())
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.log("number", self.number)
+
+
+def counted(strategy: str, devices: int, of: str) -> float:
+    options: dict[str, Any] = {"strategy": strategy, "devices": devices, "virtual_ranks": 2}
+    trainer = quiet(**options, callbacks=[Counter(of)])
+    return trainer.validate(Evaluated(""), loader(32))[0]["number"]
+
+
+@pytest.mark.ranks
+def test_a_callback_counts_batches_of_an_evaluation_alike_on_any_number_of_ranks() -> None:
+    assert counted("single", 1, "batches") == counted("ddp", 2, "batches")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2)])
+def test_a_callback_that_adds_up_what_it_sees_of_an_evaluation_is_refused(strategy: str, devices: int) -> None:
+    with pytest.raises(RuntimeError, match=r"changed Counter\.number"):
+        counted(strategy, devices, "samples")
