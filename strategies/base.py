@@ -207,6 +207,8 @@ class Strategy(ABC, Generic[W]):
     """Whether all ranks meet in the step of now, after which collectives may follow. Always, if synchronous."""
     in_turn: bool = False
     """Whether a learner that is one rank or a part of it takes a step of its own."""
+    rank_of_layer: Mapping[str, int] | None = None
+    """By name the rank that runs a layer for all, after `setup_module`; None if each rank runs all layers."""
     of_run: Any = None
     """The Trainer whose fit runs, for code that expects its optimizers here."""
     _stands_for = ""

@@ -113,7 +113,7 @@ class StepState:
         tensors = [*self._tensors, *self._layer_tensors] if cut else self._tensors
         versions = [t._version for t in tensors]
         self._watch.begin(len(sizes_of_parts))
-        bits = self._bits() if cut and self._watch.is_watching else []
+        bits = self._bits() if cut and self._watch.is_watching else {}
         yield
         self._refuse_counting(self._now_in_layers())  # in the backward
         self._refuse_grown(self._start, self._now(), "training_step")
@@ -121,8 +121,8 @@ class StepState:
         if versions != [t._version for t in tensors]:
             changed = [t for t, before in zip(tensors, versions, strict=True) if t._version != before]
             self._refuse_in_place(changed[0])
-        for (tensor, before), (_, now) in zip(bits, self._bits() if bits else (), strict=True):
-            if before != now:
+        for place, (tensor, now) in self._bits().items() if bits else ():
+            if place in bits and bits[place][1] != now:
                 self._refuse_in_place(tensor)
         slots = [Slot(holder_of(*p), p[1] if p[2] is None else p[2], self._name(p), None) for p in self._partial]
         for slot in (*slots, *self._watch.partial()):
@@ -366,11 +366,11 @@ class StepState:
                     what = "hook" if isinstance(place[0], Enclosed) else "layer"
                     refuse(f"calls a {what} that counts in {self._name(place)}", f"count {ADVICE}")
 
-    def _bits(self) -> list[tuple[Tensor, int]]:
-        """Of the tensors of layers: `.data` is changed past their versions."""
-        tensors = [t for m in self._of_layers for t in (*m._parameters.values(), *m._buffers.values())]
-        here = [t for t in tensors if t is not None and is_here(t) and t.layout is torch.strided]
-        return [(t, int(sum_of_bits(t))) for t in here if not t.is_meta and not t.is_quantized]
+    def _bits(self) -> dict[tuple[nn.Module, str], tuple[Tensor, int]]:
+        """Of the tensors of layers, by place, as a layer may make some: `.data` is changed past their versions."""
+        held = (((m, n), t) for m in self._of_layers for n, t in chain(m._parameters.items(), m._buffers.items()))
+        here = [(place, t) for place, t in held if t is not None and is_here(t) and t.layout is torch.strided]
+        return {place: (t, int(sum_of_bits(t))) for place, t in here if not t.is_meta and not t.is_quantized}
 
     def _refuse_in_place(self, tensor: Tensor) -> NoReturn:
         refuse(f"changes {self._name_of(tensor)} in place", f"change it {ADVICE}")

@@ -83,7 +83,7 @@ class StagedStrategy(SPMDStrategy[Staged]):
             raise ValueError(f"{known}, but mesh={mesh!r}; name pipeline, and remove tensor")
         self.num_stage_ranks = 1
         """Ranks of one pipeline, valid after `configure`."""
-        self._ranks = PipelineRanks()
+        self._ranks, self.rank_of_layer = PipelineRanks(), {}
         self._seed: int | None = None
         self._rows = Rows()
         self._steps_seen = 0
@@ -138,7 +138,7 @@ class StagedStrategy(SPMDStrategy[Staged]):
             show(optimizer)
         self._optimizers.clear()
         self._keeps_numbers = set()
-        self._engines, self._ranks = None, PipelineRanks()
+        self._engines, self._ranks, self.rank_of_layer = None, PipelineRanks(), {}
 
     def wrap(self, model: nn.Module) -> Staged:
         if not environment.started_by_lockstep():  # each rank has drawn initial weights of its own
@@ -150,6 +150,11 @@ class StagedStrategy(SPMDStrategy[Staged]):
         stage_of = partition.stages(parts, len(rank_of), self.split, costs)
         staged = Staged(model, parts, stage_of, rank_of, self._ranks.stage_rank, device, group)
         staged.splits_backward = self.schedule.splits_backward
+        place = self.topology
+        self.rank_of_layer = {
+            layer.name: rank_of[stage] * place.data_size + place.data_rank
+            for layer, stage in zip(parts.layers, stage_of, strict=True)
+        }
         staged.tied = Tied(staged.tensors, self._ranks, self.topology)
         if self._ranks.mesh is not None:
             from lockstep.strategies.pipeline.sharded_stages import Shards

@@ -25,6 +25,7 @@ from lockstep.strategies.launch.watchdog import SETTING_UP, where
 from lockstep.strategies.modules.parameter_hooks import reserve_hook_ids
 from lockstep.strategies.modules.sharded_errors import explanation
 from lockstep.trainer.checkpoint.manifest import refused
+from lockstep.trainer.kept.elsewhere import layers_alike
 from lockstep.trainer.lightning_names import MODULE, missing
 from lockstep.trainer.metrics.sync import synced_metrics
 from lockstep.trainer.module import Module, attach
@@ -109,7 +110,7 @@ def _life(run: RunState, module: Module, sources: Sources, stage: str, ckpt_path
     run.signals.catch()
     try:
         open_run(run, module, sources.datamodule, stage, ckpt_path)
-        with metrics_of_all(run, module):
+        with metrics_of_all(run, module), layers_alike(run.strategy, module):
             yield
         _close(run, module, stage)
     except BaseException as caught:

@@ -16,6 +16,7 @@ from lockstep.strategies.modules.model_changes import renamed
 from lockstep.trainer.checkpoint import store
 from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError, WeightsOnlyError
 from lockstep.trainer.checkpoint.rank_state import kept_tensors, put_tensors
+from lockstep.trainer.kept.elsewhere import take_layer
 from lockstep.trainer.kept.gone import Gone, take_away
 from lockstep.trainer.kept.identity import in_state_dict
 from lockstep.trainer.kept.owners import layers, shown
@@ -26,7 +27,6 @@ from lockstep.trainer.kept.values import (
     mark_of,
     own_data,
     storages,
-    take,
     take_data,
 )
 from lockstep.trainer.module import Module, attach
@@ -252,7 +252,7 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
         take_data(owner, attributes)
     own_layers = dict(layers(module))
     for path in own_layers.keys() & result["layers"].keys():
-        _take_layer(own_layers[path], result["layers"][path], result["caches"][path])
+        take_layer(own_layers[path], result["layers"][path], result["caches"][path])
     take_away(_holders(run, module), result["gone"])
     restore_trainability(module, result["trainability"])
     parameters = dict(module.named_parameters())
@@ -266,13 +266,3 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
     if not torch.cuda.is_initialized():  # in the program, whose own GPU memory that would take
         result["streams"].pop("cuda", None)
     set_rng_state(result["streams"])  # at last, as `configure_model` may have drawn
-
-
-def _take_layer(layer: nn.Module, attributes: dict[str, Any], caches: list[str]) -> None:
-    """Give a layer its attributes, of which `caches` are buffers that are not in the state dict."""
-    take_data(layer, {name: value for name, value in attributes.items() if name not in caches})
-    for name in attributes.keys() & set(caches):
-        value, now = attributes[name], caches_of(layer).get(name)
-        if isinstance(value, Tensor) and now is not None and not now.is_meta:
-            value = value.to(now.device)
-        take(layer, name, value, is_cache=True)

@@ -35,7 +35,13 @@ class FakeLayers:
         """The modules of all layers, or of one, and their copies."""
         for i, (layer, copy) in enumerate(zip(self._layers, self._copies, strict=True)):
             if index is None or i == index:
-                yield from zip(layer.module.modules(), copy.modules(), strict=True)
+                mine, theirs = (dict(each.named_modules()) for each in (layer.module, copy))
+                if changed := sorted(mine.keys() ^ theirs.keys()):
+                    raise RuntimeError(
+                        f"the layer {layer.name} of a pipeline has other layers than when the run began "
+                        f"({layer.name}.{changed[0]}); add and remove layers in __init__, setup or configure_model"
+                    )
+                yield from zip(mine.values(), theirs.values(), strict=True)
 
     def follow_trainability(self) -> None:
         for layer, copy in zip(self._layers, self._copies, strict=True):
