@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
+from lockstep.strategies.sync.contents import same_values
 from lockstep.trainer.kept.owners import shown
-from lockstep.trainer.kept.values import is_equal
 
 
 def alike(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -47,3 +50,17 @@ def _agreed(found: list[dict[str, dict[str, Any]]], lost: set[str]) -> dict[str,
         if not is_equal(values.setdefault(path, {}).setdefault(name, value), value):
             lost.add(shown(path, name))
     return {path: {name: v for name, v in own.items() if shown(path, name) not in lost} for path, own in values.items()}
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and same_values(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_equal, one, other))
+    return bool(one == other) or (one != one and other != other)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep.callbacks.base import Callback
+from lockstep.trainer.kept.agreed import is_equal
 from lockstep.trainer.kept.gone import Gone, take_away
 from lockstep.trainer.kept.identity import Reference, in_state_dict, is_object, is_replaced, references, shared
 from lockstep.trainer.kept.owners import has_no_state, is_of_program, iterators, layers, objects, parts, shown
@@ -27,7 +28,6 @@ from lockstep.trainer.kept.values import (
     copied,
     encoded,
     fields,
-    is_equal,
     is_free,
     is_same,
     is_savable,

@@ -10,6 +10,7 @@ import cloudpickle
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.trainer.kept.agreed import is_equal
 from lockstep.trainer.kept.identity import in_state_dict
 from lockstep.trainer.kept.owners import layers
 from lockstep.trainer.kept.values import (
@@ -19,7 +20,6 @@ from lockstep.trainer.kept.values import (
     caches_of,
     drop,
     fields,
-    is_equal,
     is_same,
     mark_of,
     on_host,

@@ -10,6 +10,8 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from enum import Enum
+from fractions import Fraction
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -30,10 +32,9 @@ from lockstep.strategies.sync.contents import (
     generator_of,
     generator_state,
     generators,
-    same_values,
 )
 
-_PLAIN = {type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray, Refusing}
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray, Fraction, Refusing}
 _CONTAINERS = {list, tuple, set, frozenset, deque}
 _MAPPINGS = {dict, OrderedDict, defaultdict, Counter}
 _LEAD_BACK = frozenset({"_trainer", "_module", "_toggled", "trainer"})
@@ -55,7 +56,7 @@ def attributes(owner: Any) -> dict[str, Any]:
 
 def own_data(owner: Any) -> dict[str, Any]:
     """The attributes of a layer, DataModule, callback or parameter that are data: numbers, strings, tensors, arrays,
-    and containers and dataclasses of them; and what stands for one that has no value outside of a step."""
+    enumerations, generators, and containers and dataclasses of them; and what stands for one of a step only."""
     return {name: value for name, value in attributes(owner).items() if _is_data(value)}
 
 
@@ -68,6 +69,8 @@ def take_data(owner: Any, attributes: dict[str, Any]) -> None:
         if type(now) is type(value) and isinstance(now, (list, deque, dict, set)):
             now.clear()
             now.extend(value) if isinstance(now, (list, deque)) else now.update(value)
+        elif type(now) is type(value) in generators() and (content := generator_content(value)) is not None:
+            put(owner, name, generator_of(content, now))
         else:
             put(owner, name, value)
 
@@ -128,8 +131,10 @@ def drop(owner: Any, name: str) -> None:
 
 def _is_data(value: Any) -> bool:
     kind = type(value)
-    if kind in _PLAIN or isinstance(value, (np.generic, PurePath)):
+    if kind in _PLAIN or isinstance(value, (np.generic, PurePath, Enum)):
         return True
+    if kind in generators():  # on a GPU, the program would start CUDA for it
+        return kind is not torch.Generator or value.device.type == "cpu"
     if kind in _CONTAINERS or (isinstance(value, tuple) and hasattr(value, "_fields")):
         return all(map(_is_data, value))
     if kind in _MAPPINGS:
@@ -383,17 +388,3 @@ def _is_like(now: Tensor, value: Tensor) -> bool:
         and 0 not in (s for s, n in zip(now.stride(), now.shape, strict=True) if n > 1)
     )
     return owns and (now.shape, now.dtype, now.device) == (value.shape, value.dtype, value.device)
-
-
-def is_equal(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and same_values(one, other)
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(is_equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(is_equal, one, other))
-    return bool(one == other) or (one != one and other != other)

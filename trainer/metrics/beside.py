@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lockstep.strategies.launch.program.functions import codes_of
 from lockstep.strategies.modules.blocks import users_classes
-from lockstep.trainer.kept.values import MOST_ITEMS, copied, encoded, is_equal, is_savable, mark_of, take
+from lockstep.trainer.kept.agreed import is_equal
+from lockstep.trainer.kept.values import MOST_ITEMS, copied, encoded, is_savable, mark_of, take
 
 _COUNTS = (int, float, complex, Tensor, np.ndarray, list, dict)
 """What sums and samples are kept in, as a checkpoint holds it."""
