@@ -120,8 +120,7 @@ class Capabilities:
     bitwise: bool = False
     """Takes `virtual_ranks`, with which the bits are the same on any number of ranks."""
     synchronous: bool = True
-    """Ranks meet in every step. Else `Strategy.ranks_meet` says in which they do, collectives wait for these, and every
-    window counts as a step."""
+    """Ranks meet in every step; else in those of `Strategy.ranks_meet`, for which collectives wait; a window is one."""
     exact: bool = True
     """The numbers are those of one process, up to floating-point order, as `lockstep compare` needs of a reference."""
     dynamic_shapes: bool = True
@@ -135,9 +134,8 @@ class Capabilities:
     builds_on_meta: bool = False
     """Ranks other than 0 build modules on the meta device, as their values come from rank 0 in `setup_module`."""
     refuses: Mapping[str, str] = field(default_factory=dict)
-    """What the strategy refuses ("manual_optimization", "several_optimizers", "assigned_optimizers", "closures",
-    "compile", "detect_anomaly", "parameter_state" of callbacks, a precision, a user's method), and why: a sentence,
-    raised when asked."""
+    """What the strategy refuses ("manual_optimization", "several_optimizers", "closures", "compile", "detect_anomaly",
+    "parameter_state" of callbacks, a precision, a user's method), and why: a sentence, raised when asked."""
 
     @property
     def steps_together(self) -> bool:

@@ -19,12 +19,7 @@ from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.launch.phase import set_phase
 from lockstep.strategies.sync.collective_fingerprint import once_a_sample, refusing
 from lockstep.trainer.checkpoint.rank_state import kept_tensors, put_tensors, torchmetrics_of
-from lockstep.trainer.checkpoint.snapshot import (
-    restore_callbacks,
-    restore_datamodule,
-    restore_weights,
-    weights_for,
-)
+from lockstep.trainer.checkpoint.snapshot import restore_callbacks, restore_datamodule, restore_weights, weights_for
 from lockstep.trainer.kept.owners import refuse_other_modes
 from lockstep.trainer.metrics.buffers import EvaluatedBuffers
 from lockstep.trainer.metrics.counts import CountsWatch
