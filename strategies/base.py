@@ -153,9 +153,9 @@ class StepHooks(NamedTuple):
     vote: Callable[[], StepVote] = StepVote
     """Called after the last forward; the votes of all ranks are exchanged during the last backward."""
     log_scope: Callable[[int], AbstractContextManager[Any]] = _nothing_logged
-    """A strategy that runs the step on parts of a micro-batch does so within `log_scope(number of samples)`, in any
-    thread; the caller weights by it what the step logs. What is logged within `log_scope(0)` does not count: the step
-    runs on these samples a second time, or on another rank. Entering it may give the list of what is logged."""
+    """A strategy that runs the step on parts of a micro-batch does so within `log_scope(number of samples)`; the caller
+    weights by it what the step logs. What is logged within `log_scope(0)` does not count: the step runs on these
+    samples a second time, or on another rank. Entering it may give the list of what is logged."""
     before_backward: Callable[[Tensor], None] | None = None
     """Called with each loss, as the step returned it."""
     backward: Callable[[Tensor], Any] | None = None

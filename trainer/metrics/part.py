@@ -19,9 +19,9 @@ class Part:
         self._outer: Part | None = None
 
     def __enter__(self) -> list[tuple[Any, ...]]:
-        self._outer, self._store._thread.part = getattr(self._store._thread, "part", None), self
+        self._outer, self._store.open_part = self._store.open_part, self
         return self.calls
 
     def __exit__(self, *_: Any) -> None:
-        self._store._thread.part = self._outer
+        self._store.open_part = self._outer
         self._store.leave(self)

@@ -7,7 +7,6 @@ after one for their length), so every value is the exact weighted mean over all 
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -76,13 +75,13 @@ class MetricStore:
         self._read: dict[tuple[int, str], tuple[int, float, float]] = {}
         self._restored: dict[str, tuple[float, float]] = {}
         self._parts: deque[Part] = deque()
-        self._thread = threading.local()
-        self._lock = threading.Lock()
+        self.open_part: Part | None = None
+        """That on which a step runs now."""
 
     @property
     def in_part(self) -> bool:
-        """Whether this thread runs a step on a part of a micro-batch."""
-        return getattr(self._thread, "part", None) is not None
+        """Whether a step runs on a part of a micro-batch."""
+        return self.open_part is not None
 
     @property
     def is_padding(self) -> bool:
@@ -102,7 +101,7 @@ class MetricStore:
         add_dataloader_idx: bool = True,
         rank_zero_only: bool = False,
     ) -> None:
-        if self._parts and (part := getattr(self._thread, "part", None)) is not None:
+        if self._parts and (part := self.open_part) is not None:
             value = value.detach() if isinstance(value, Tensor) else value
             flags = prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx, rank_zero_only
             part.calls.append((name, value, *flags))
@@ -173,13 +172,13 @@ class MetricStore:
 
     @property
     def samples_here(self) -> float:
-        """Samples that this thread runs a step on."""
-        return self._thread.part.num_samples if self.in_part else self.weight
+        """Samples that a step runs on."""
+        return self.weight if self.open_part is None else self.open_part.num_samples
 
     def part(self, num_samples: int) -> Part:
         """A context in which a step runs on a part of the micro-batch: what is logged in it weighs `num_samples`.
 
-        Parts may run in threads; they count in the order in which they were made, so sums are reproducible.
+        Parts count in the order in which they were made, so sums are reproducible.
         What is logged in a part of no samples does not count: the step runs a second time somewhere.
         """
         part = Part(self, num_samples)
@@ -188,15 +187,14 @@ class MetricStore:
 
     def leave(self, part: Part) -> None:
         """Count what the parts at the head of the queue have logged."""
-        with self._lock:
-            part.done = True
-            weight = self.weight
-            while self._parts and self._parts[0].done:
-                head = self._parts.popleft()
-                self.weight = head.num_samples
-                for call in head.calls if head.num_samples else ():
-                    self.log(*call)
-            self.weight = weight
+        part.done = True
+        weight = self.weight
+        while self._parts and self._parts[0].done:
+            head = self._parts.popleft()
+            self.weight = head.num_samples
+            for call in head.calls if head.num_samples else ():
+                self.log(*call)
+        self.weight = weight
 
     def mark(self) -> list[tuple[Any, ...]]:
         """What has been logged so far, for `back_to`."""
