@@ -25,8 +25,6 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _OF_DATA = frozenset({"abc", "argparse", "collections", "contextlib", "types", "typing"})
 """Modules of the standard library in which bases are that hold data alone."""
 _OF_PYTHON = sys.stdlib_module_names - _OF_DATA
-_OTHERS = frozenset({*OTHERS, "rich", "wandb"})
-"""Packages of whose objects, but for modules, nothing is read."""
 _NOT_READ = (Optimizer, LRScheduler)
 _OF_TORCH = (frozenset(vars(nn.Module())) - {"training"}) | {"_trainer"}
 _REGISTERED = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
@@ -179,7 +177,7 @@ def _is_read(kind: Any) -> bool:
     if issubclass(kind, nn.Module) or kind in (SimpleNamespace, Namespace):
         return True
     packages = [cls.__module__.partition(".")[0] for cls in kind.__mro__ if cls is not object]
-    is_users = packages and packages[0] not in _OTHERS and not _OF_PYTHON.intersection(packages)
+    is_users = packages and packages[0] not in OTHERS and not _OF_PYTHON.intersection(packages)
     return bool(is_users) and not issubclass(kind, _NOT_READ) and not hasattr(kind, "__del__")
 
 

@@ -96,7 +96,7 @@ def dumps(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes
 def _pickled(value: Any, buffers: list[pickle.PickleBuffer] | None) -> tuple[bytes, set[int]]:
     """The pickle, and the `id()` of each parameter and layer in it."""
     file = io.BytesIO()
-    pickler = _Pickler(file, None if buffers is None else buffers.append)
+    pickler = Pickler(file, None if buffers is None else buffers.append)
     try:
         pickler.dump(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -143,7 +143,7 @@ def _culprit(value: Any, name: str, seen: set[int]) -> tuple[str, Any] | None:
             refers_back = True
             continue
         try:
-            _Pickler(io.BytesIO(), lambda buffer: None).dump(child)
+            Pickler(io.BytesIO(), lambda buffer: None).dump(child)
         except Exception:
             if found := _culprit(child, child_name, seen):
                 return found
@@ -164,7 +164,7 @@ def _children(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{key}" if name else key, item) for key, item in state.items())
 
 
-class _Pickler(cloudpickle.Pickler):
+class Pickler(cloudpickle.Pickler):
     """Takes storages out of torch's own pickling of tensors, so that every kind of tensor keeps its way of being
     rebuilt."""
 

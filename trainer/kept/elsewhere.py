@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
+import pickle
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import cloudpickle
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.strategies.launch import environment, payload
 from lockstep.trainer.kept.agreed import is_equal
 from lockstep.trainer.kept.identity import in_state_dict
 from lockstep.trainer.kept.owners import layers
@@ -48,13 +52,13 @@ def layers_alike(strategy: Strategy, module: nn.Module) -> Iterator[None]:
     rank, weights, own = strategy.topology.rank, storages(in_state_dict(module)), dict(layers(module))
     runs_on = {path: _owner(path, rank_of) for path in own}
     sent = {
-        path: _held(layer, weights, None if runs_on[path] == rank else before.get(path, {}))
+        path: _held(layer, weights, before.get(path, {}), runs_on[path] == rank)
         for path, layer in own.items()
         if runs_on[path] in (rank, None)
     }
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, cloudpickle.dumps(sent))
-    others = {source: cloudpickle.loads(found[source]) for source in sorted({*rank_of.values()} - {rank})}
+    dist.all_gather_object(found, _dumps(sent))
+    others = {source: pickle.loads(found[source]) for source in sorted({*rank_of.values()} - {rank})}
     for path, layer in own.items():
         if (source := runs_on[path]) is not None:
             if path in others.get(source, {}):
@@ -87,15 +91,15 @@ class _Held(NamedTuple):
     """The attributes of each."""
 
 
-def _held(layer: nn.Module, weights: set[int | None], before: Mapping[str, Mark] | None) -> _Held:
-    """With `before` only what is no longer so. Views of weights follow these where they are."""
+def _held(layer: nn.Module, weights: set[int | None], before: Mapping[str, Mark], is_own: bool) -> _Held:
+    """What is no longer as `before`: the rest is the same objects on all ranks. Views of weights follow these."""
     attributes = {
         name: on_host(value)
         for name, value in own_data(layer).items()
-        if before is None or not is_same(before.get(name, NOTHING), mark_of(value, MOST_ITEMS))
+        if not is_same(before.get(name, NOTHING), _mark(value))
         if not isinstance(value, Tensor) or (value.grad_fn is None and weights.isdisjoint(storages([value])))
     }
-    parameters = {name: own_data(p) for name, p in layer._parameters.items() if p is not None and before is None}
+    parameters = {name: own_data(p) for name, p in layer._parameters.items() if p is not None and is_own}
     return _Held(attributes, [*caches_of(layer)], [*fields(layer)], parameters)
 
 
@@ -114,7 +118,25 @@ def _is_same(now: Any, value: Any) -> bool:
 
 
 def _marks(layer: nn.Module) -> dict[str, Mark]:
-    return {name: mark_of(value, MOST_ITEMS) for name, value in own_data(layer).items()}
+    return {name: _mark(value) for name, value in own_data(layer).items()}
+
+
+def _mark(value: Any) -> Mark:
+    return mark_of(tuple(fields(value).values()) if dataclasses.is_dataclass(value) else value, MOST_ITEMS)
+
+
+class _Pickler(payload.Pickler):
+    """Names classes of the program where each rank is the program."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        by_name = isinstance(obj, type) and getattr(sys.modules.get(obj.__module__), obj.__qualname__, None) is obj
+        return NotImplemented if by_name and not environment.started_by_lockstep() else super().reducer_override(obj)
+
+
+def _dumps(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, None).dump(value)
+    return file.getvalue()
 
 
 def _owner(path: str, rank_of: Mapping[str, int]) -> int | None:

@@ -35,11 +35,12 @@ def of_tensor(tensor: Tensor) -> Any:
     """What tells whether a tensor was changed, also by `.data`."""
     if not is_here(tensor):
         return None
+    version = None if tensor.is_inference() else tensor._version
     if type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.layout == torch.strided:
         if tensor.numel() * tensor.element_size() > _READ_BYTES:
-            return tensor._version, tensor.data_ptr()
+            return version, tensor.data_ptr()
         return tuple(tensor.shape), tensor.dtype, checksum(tensor)
-    return tensor._version, id(tensor)
+    return version, id(tensor)
 
 
 def noted(value: Any) -> Any:

@@ -85,7 +85,7 @@ class Shares:
             self._switch_metrics(share)
             watches = len(self.own) > 1
             if self._run.evaluating is not None:  # refused on any number of ranks
-                watches = watches or (self._run.arguments.virtual_ranks or 1) > 1
+                watches = (self._run.arguments.virtual_ranks or 1) > 1
             self._keeps_state = watches and not self.state.is_open
             if self._keeps_state:
                 self.state.begin(share, at_once=follows)
@@ -182,7 +182,8 @@ class Shares:
             raise RuntimeError(
                 f"a step or hook of a batch changed {shortened(changed)} in an evaluation, so that what reads it would "
                 "depend on how many shares or learners a rank runs; log the value in the step, or a torchmetrics "
-                "Metric, and compute what is shown of one sample in on_validation_epoch_end, from the dataset"
+                "Metric, take it back by the end of the batch, make a cache in setup, and compute what is shown of one "
+                "sample in on_validation_epoch_end, from the dataset"
             )
 
     def _named(self, places: list[tuple[nn.Module, str]]) -> list[str]:

@@ -276,6 +276,7 @@ class _Search:
         self.owners: dict[str, tuple[Any, str]] = {}
         self._seen = set(map(id, known))
         self._kinds: set[type] = set()
+        self._is_common = False
 
     def attributes(self, owner: Any, prefix: str, but: Collection[str] = _NOT_THEIRS) -> None:
         for key, value in vars(owner).items():
@@ -308,10 +309,10 @@ class _Search:
             self.marks[name] = noted(value)
         elif isinstance(value, np.ndarray):
             self.marks[name] = of_array(value, _SMALL)
-        elif isinstance(value, (list, dict, set, deque)) and len(value) > _MOST and id(value) not in self._followed:
-            self.marks[name] = len(value)
         else:
+            self._is_common = True
             self.marks[name] = self._mark(value, name, 2)
+            self._is_common = False
 
     def hooks(self, hooks: dict[int, Callable[..., Any]] | None, owner: str) -> None:
         for i, hook in (hooks or {}).items():
@@ -329,9 +330,12 @@ class _Search:
             return None
         self._seen.add(id(value))
         if isinstance(value, Tensor):
-            return of_tensor(value)
+            return noted(value) if self._is_common else of_tensor(value)
         if isinstance(value, np.ndarray):
-            return value.shape, of_array(value)
+            return value.shape, of_array(value, *((_SMALL,) if self._is_common else ()))
+        large = isinstance(value, (list, dict, set, deque)) and len(value) > _MOST
+        if large and self._is_common and id(value) not in self._followed:
+            return len(value)
         if (state := generator_state(value)) is not None:
             return state
         if isinstance(value, nn.Module):

@@ -7,7 +7,19 @@ from contextlib import suppress
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-OTHERS = ("torch", "lockstep", "torchmetrics", "numpy", "builtins", "logging", "threading", "concurrent", "tqdm")
+OTHERS = (
+    "torch",
+    "lockstep",
+    "torchmetrics",
+    "numpy",
+    "builtins",
+    "logging",
+    "threading",
+    "concurrent",
+    "tqdm",
+    "rich",
+    "wandb",
+)
 """Packages of whose objects nothing is read that user code may have changed."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -111,3 +112,26 @@ def test_a_layer_that_is_made_in_a_step_is_refused_by_name() -> None:
     module.net.layers[3] = Growing(16, 16, dtype=torch.float64)
     with pytest.raises(RuntimeError, match=r"other layers than when the run began \(net\.layers\.3\.act\); add and"):
         fit(module, "pipeline", 2, max_epochs=1)
+
+
+@dataclass
+class Config:
+    scale: float = 1.0
+
+
+class Scaling(nn.Linear):
+    def __init__(self, config: Config) -> None:
+        super().__init__(16, 16, dtype=torch.float64)
+        self.config, self.codes = config, torch.ones(2, dtype=torch.uint16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.config.scale)
+
+
+def test_what_no_layer_changes_is_shared_after_a_run() -> None:
+    module = Keeping()
+    module.config = Config()
+    for i in (1, 3):
+        module.net.layers[i] = Scaling(module.config)
+    fit(module, "pipeline", 2, max_epochs=1)
+    assert all(module.net.layers[i].config is module.config for i in (1, 3))
