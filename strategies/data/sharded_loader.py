@@ -120,7 +120,7 @@ class ShardedLoader:
         self._source = source_of(loader, share, shuffle)
         self._sum, self._first = sum_over_ranks, first_of_ranks
         self._last: Any = None
-        """The last batch with a sample, of another rank if this one had none: padding where there is no other."""
+        """Used as padding: the last batch of this rank that had a sample, else one of another rank."""
         if size > 1 and sum_over_ranks is None and self._source.counts_own:
             raise ValueError(
                 f"{type(loader).__name__} gives a rank only its own samples, so sum_over_ranks is required if size is "

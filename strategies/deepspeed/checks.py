@@ -57,7 +57,7 @@ def _check_beside(optimizer: Optimizer) -> None:
     if any("param_names" in group for group in optimizer.param_groups) and not is_torchs:  # torch's do not read them
         why = "has param_names in its groups"
     elif Contents(optimizer).elsewhere:
-        why = "keeps parameters, or what goes with them, outside of param_groups and state"
+        why = "keeps parameters, or values for each of them, outside of param_groups and state"
     else:
         return
     raise ValueError(

@@ -25,7 +25,7 @@ _BYTES, _VALUES = 1 << 20, 1000
 
 
 class Replaced:
-    """What stands in the place of values, by their ids."""
+    """Replacements of values, found by the ids of these."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}
@@ -39,7 +39,7 @@ class Replaced:
         return other
 
     def of(self, value: Any) -> Any:
-        """What stands for `value`, or for parts of a tuple, a bound method or a partial; else `value` itself."""
+        """The replacement of `value`; else `value`, with replaced parts in a tuple, a bound method or a partial."""
         known = self._known.get(id(value))
         if known is not None:
             return known[1]

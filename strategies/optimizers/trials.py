@@ -263,7 +263,7 @@ class Trials:
         return self._small(parameter.shape), dtype, "cpu" if parameter.is_meta else parameter.device
 
     def _small(self, shape: torch.Size) -> list[int]:
-        """What stands for a shape: its largest dimension is larger where others are small, in whole blocks."""
+        """The shape of a trial: the largest dimension grows in whole blocks where the others are small."""
         small = [min(size, self._largest) for size in shape]
         if self._largest == MAX_DIM and shape.numel() > math.prod(small):
             i = max(range(len(shape)), key=shape.__getitem__)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.strategies.sync.collectives import local
+from lockstep.strategies.sync.collectives import all_gather, local
 from lockstep.strategies.sync.contents import same_values
 from lockstep.strategies.sync.counts import sizes_and_sums
 
@@ -171,12 +171,9 @@ class SharedBuffers:
 
     def _first_with_samples(self, window: Window, group: dist.ProcessGroup | None) -> int:
         """The first rank of the group that had samples in all of the step, else in a part of it; 0 if none had."""
-        size = dist.get_world_size(group)
         lacks = 0 if window.has_samples else 1 if any(part.num_samples for part in window.micro_batches) else 2
         device = next((buffer.device for buffer in self.model.buffers()), None)
-        order = torch.tensor(lacks * size + dist.get_rank(group), device=device)
-        dist.all_reduce(order, dist.ReduceOp.MIN, group)
-        return int(order) % size
+        return int(all_gather(torch.tensor(lacks, device=device), group).argmin())
 
 
 @torch.no_grad()

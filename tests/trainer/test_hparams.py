@@ -186,6 +186,12 @@ class ConfigTwice(WithConfig):
         self.save_hyperparameters(cfg)
 
 
+class Renamed(WithConfig):
+    def __init__(self, args: dict[str, Any]) -> None:
+        super().__init__(args)
+        self.save_hyperparameters(args)
+
+
 class NameAfter(WithConfig):
     def __init__(self, cfg: dict[str, Any], scale: float = 1.0) -> None:
         super().__init__(cfg)
@@ -206,8 +212,9 @@ def test_a_config_as_a_whole_and_arguments_by_name(kind: Any, tmp_path: Path) ->
     assert found.scale == 2.0 and found.net[0].out_features == 4
 
 
-def test_a_config_that_two_classes_save_is_one_argument(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [ConfigTwice, Renamed])
+def test_a_config_that_two_classes_save_is_one_argument(kind: Any, tmp_path: Path) -> None:
     trainer = quiet()
-    trainer.fit(ConfigTwice({"width": 4}), loader(8))
+    trainer.fit(kind({"width": 4}), loader(8))
     trainer.save_checkpoint(tmp_path / "c", weights_only=True)
-    assert ConfigTwice.load_from_checkpoint(tmp_path / "c").net[0].out_features == 4
+    assert kind.load_from_checkpoint(tmp_path / "c").net[0].out_features == 4

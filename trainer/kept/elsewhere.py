@@ -92,7 +92,7 @@ class _Held(NamedTuple):
 
 
 def _held(layer: nn.Module, weights: set[int | None], before: Mapping[str, Mark], is_own: bool) -> _Held:
-    """What is no longer as `before`: the rest is the same objects on all ranks. Views of weights follow these."""
+    """Only what has changed since `before`: the rest is alike on all ranks. Views of weights are not sent."""
     attributes = {
         name: on_host(value)
         for name, value in own_data(layer).items()

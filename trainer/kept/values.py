@@ -56,7 +56,7 @@ def attributes(owner: Any) -> dict[str, Any]:
 
 def own_data(owner: Any) -> dict[str, Any]:
     """The attributes of a layer, DataModule, callback or parameter that are data: numbers, strings, tensors, arrays,
-    enumerations, generators, and containers and dataclasses of them; and what stands for one of a step only."""
+    enumerations, generators, containers and dataclasses of them, and `Refusing`."""
     return {name: value for name, value in attributes(owner).items() if _is_data(value)}
 
 

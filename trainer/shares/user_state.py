@@ -365,10 +365,9 @@ class _Search:
         parts = value.items() if isinstance(value, dict) else _parts(value)
         return {key: self._mark(item, f"{name}[{key!r}]", depth - 1) for key, item in parts}
 
-    def _noted(self, value: Any) -> int | None:
-        """How often a tensor was written to; None of one that is known and of anything else."""
-        is_read = isinstance(value, Tensor) and id(value) not in self._seen and not value.is_inference()
-        return value._version if is_read else None
+    def _noted(self, value: Any) -> Any:
+        """What torch notes of a tensor that is not known."""
+        return None if id(value) in self._seen else noted(value)
 
 
 def is_theirs(hook: Any) -> bool:

@@ -250,7 +250,7 @@ OF_ZERO = {
     "names": (lambda m: ByName(m.named_parameters()), "ByName has param_names in its groups, but ZeRO hands it flat"),
     "keys": (
         lambda m: ByKey(m.parameters()),
-        "ByKey keeps parameters, or what goes with them, outside of param_groups",
+        "ByKey keeps parameters, or values for each of them, outside of param_groups",
     ),
     "calls": (lambda m: CountsCalls(of_dimensions(m)), "ZeRO-1 steps CountsCalls once for each of its 2 parameter"),
 }

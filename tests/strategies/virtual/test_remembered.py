@@ -11,6 +11,7 @@ import torch
 
 from lockstep import DataModule
 from lockstep.callbacks import Callback
+from lockstep.strategies import LocalSGD
 from tests.trainer.toy import Net, loader, quiet
 
 STATE = {"n": 0}
@@ -196,3 +197,29 @@ def test_a_callback_counts_batches_of_an_evaluation_alike_on_any_number_of_ranks
 def test_a_callback_that_adds_up_what_it_sees_of_an_evaluation_is_refused(strategy: str, devices: int) -> None:
     with pytest.raises(RuntimeError, match=r"changed Counter\.number"):
         counted(strategy, devices, "samples")
+
+
+class Bank(Evaluated):
+    """Holds a large tensor without a version, made as the evaluation begins."""
+
+    def on_validation_start(self) -> None:
+        with torch.inference_mode():
+            self.bank = torch.zeros(2**21)
+
+
+def test_an_evaluation_may_hold_inference_tensors() -> None:
+    found = quiet(virtual_ranks=2).validate(Bank(""), loader(32))[0]
+    assert found == quiet(virtual_ranks=2).validate(Evaluated(""), loader(32))[0]
+
+
+class Collects(Evaluated):
+    def on_validation_epoch_end(self) -> None:
+        self.log("total", torch.stack(self.outs).sum())
+        self.outs.clear()
+
+
+def test_learners_of_a_rank_may_collect_what_an_evaluation_finds() -> None:
+    trainer = quiet(strategy=LocalSGD(learners=2, period=2), accelerator="cpu", max_epochs=1)
+    trainer.fit(Collects("outs"), loader(32), loader(32))
+    total = sum(float(batch[0].sum()) for batch in loader(32))
+    assert float(trainer.callback_metrics["total"]) == pytest.approx(total, rel=1e-5)
