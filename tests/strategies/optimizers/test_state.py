@@ -225,3 +225,27 @@ def test_own_keys_beside_an_optimizer_of_whole_tensors_are_saved(tmp_path: Path)
     save = ModelCheckpoint(tmp_path, save_last=True)
     quiet(strategy="fsdp", devices=2, callbacks=[save], enable_checkpointing=True).fit(BesideMuon(), loader(48))
     assert (tmp_path / "last").exists()
+
+
+class Counts(Momentum):
+    """Saves a number as a tensor, and takes it back as a number."""
+
+    def moved(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        self.state[parameter]["number"] = self.state[parameter].get("number", 0) + 1
+        return gradient / self.state[parameter]["number"]
+
+    def state_dict(self) -> Any:
+        found = super().state_dict()
+        state = {key: {"number": torch.tensor(entry["number"])} for key, entry in found["state"].items()}
+        return {**found, "state": state}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for entry in self.state.values():
+            entry["number"] = int(entry["number"])
+
+
+def test_a_tensor_that_an_optimizer_takes_back_as_a_number_is_one(tmp_path: Path) -> None:
+    whole, _ = fit(Counts, tmp_path)
+    resumed, _ = fit(Counts, tmp_path, ckpt=tmp_path / "step=3")
+    assert equal(resumed, whole)
