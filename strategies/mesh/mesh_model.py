@@ -26,7 +26,7 @@ from lockstep.strategies.mesh.unsharded_writes import (
 )
 from lockstep.strategies.mesh.whole_model import Lender
 from lockstep.strategies.modules.casts import follow_casts
-from lockstep.strategies.modules.forwards import any_compiled, within_compiled
+from lockstep.strategies.modules.forwards import is_compiled, within_compiled
 from lockstep.strategies.modules.model_changes import replaced
 from lockstep.strategies.modules.parameter_hooks import copy_attributes
 from lockstep.strategies.sync.call_order import END_FORWARD, CallOrder
@@ -347,7 +347,7 @@ class MeshModel(nn.Module):
             id(unit): Lender(self, unit, {key for key, holder in owner.items() if holder is unit})
             for unit in self.units
         }
-        self.writes.lends = not any_compiled(self.model)
+        self.writes.lends = not any(map(is_compiled, self.model.modules()))
         for unit in self.units:
             if unit is not self:
                 keep_containers(unit, self._called)

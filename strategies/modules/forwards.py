@@ -20,13 +20,12 @@ def within_compiled(model: nn.Module) -> set[nn.Module]:
     return {inner for module in compiled for inner in module.modules() if inner is not module}
 
 
-def any_compiled(model: nn.Module) -> bool:
-    """Whether a module's forward is compiled, by whatever way torch has."""
-    return any(
+def is_compiled(module: nn.Module) -> bool:
+    """Whether its forward is compiled, by whatever way torch has."""
+    return (
         hasattr(module, "_orig_mod")
         or getattr(module, "_compiled_call_impl", None) is not None
         or any(hasattr(vars(cls).get("forward"), "_torchdynamo_orig_callable") for cls in type(module).__mro__)
-        for module in model.modules()
     )
 
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from lockstep.strategies.modules.activation_checkpointing import find_recomputed
 from lockstep.strategies.modules.blocks import Layer, Rule, balance, find_layers, measures
+from lockstep.strategies.modules.forwards import is_compiled
 from lockstep.strategies.modules.model_changes import refuse_frequencies, refuse_unready
 from lockstep.strategies.modules.parameter_hooks import copy_module
 from lockstep.strategies.modules.source_order import call_order
@@ -74,6 +75,7 @@ def check(
     """
     refuse_unready(model, "a pipeline")
     parts = cut(model, module)
+    _refuse_compiled(model, parts)
     # Where stages begin is known without what layers cost if there are as many of them.
     if split is not None or sample is None or len(parts.layers) <= num_stages:
         stages(parts, num_stages, split)
@@ -219,6 +221,16 @@ def _index(names: list[str], net: str, wanted: str) -> int:
         f"split must name layers that have parameters, but {wanted!r} is not among them; the layers are "
         f"{', '.join(names)}"
     )
+
+
+def _refuse_compiled(model: nn.Module, parts: Cut) -> None:
+    layers = {layer.module for layer in parts.layers}
+    for name, module in model.named_modules():
+        if is_compiled(module) and not layers.isdisjoint({*module.modules()} - {module}):
+            raise ValueError(
+                f"{name or type(module).__name__} is compiled, and strategy 'pipeline' runs the layers in it where "
+                "their stage is; give the plain module, and compile=True to the Trainer, which compiles each layer"
+            )
 
 
 def _refuse_shared(parts: Cut, stage_of: list[int]) -> None:

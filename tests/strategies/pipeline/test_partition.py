@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.strategies import Pipeline
 from lockstep.strategies.modules.blocks import balance
-from lockstep.strategies.pipeline.partition import cut, measure, stages
+from lockstep.strategies.pipeline.partition import check, cut, measure, stages
 from tests.strategies.pipeline.models import Model
 from tests.trainer.toy import net
 
@@ -49,6 +49,21 @@ def test_layers_are_balanced_by_seconds_where_a_sample_is_given() -> None:
         [0, 0, 1, 1],
         [0, 0, 0, 1],
     )
+
+
+def test_what_is_compiled_around_layers_is_refused_and_compiled_layers_are_not() -> None:
+    model = Model()
+    model.frozen.compile(backend="eager")
+    for layer in model.inner.net.blocks:
+        layer.compile(backend="eager")
+    check(model, None, 2, None, None, False)
+    model.inner.compile(backend="eager")
+    with pytest.raises(ValueError, match=r"inner is compiled, .* give the plain module, and compile=True"):
+        check(model, None, 2, None, None, False)
+    wrapped = Model()
+    wrapped.inner = torch.compile(wrapped.inner, backend="eager")  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"inner is compiled, "):
+        check(wrapped, None, 2, None, None, False)
 
 
 def test_what_cannot_be_cut_is_named_before_anything_runs() -> None:
