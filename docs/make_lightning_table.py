@@ -157,7 +157,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "ModelCheckpoint": "a checkpoint is a folder, with `lockstep.lightning` of the name of Lightning's file; a `/` "
         "in a name becomes `_`; `save_last` is the same save under another name, once; without `monitor` the "
         "`save_top_k` newest are kept, in `best_k_models` too; a metric of training steps is there when steps are "
-        "logged; `format_checkpoint_name` is the name without folder and ending; NaN stays NaN, and of several the "
+        "logged; NaN stays NaN, and of several the "
         "newest are kept; "
         "a metric in `filename` that is missing is `nan`, not 0; "
         "`train_time_interval` is checked every `log_every_n_steps` steps; `save_on_exception` and placeholders "

@@ -35,10 +35,13 @@ class Exporting:
         with _ready(self, input_sample) as (module, args, kwargs):
             return torch.export.export(module, args, kwargs, **{"strict": False, **options})
 
-    def to_onnx(self, file_path: str | os.PathLike[str] | BinaryIO, input_sample: Any = None, **options: Any) -> None:
+    def to_onnx(
+        self, file_path: str | os.PathLike[str] | BinaryIO | None = None, input_sample: Any = None, **options: Any
+    ) -> Any:
         """Write `forward`, traced on `input_sample`, to an ONNX file; above 1.5 GiB, weights go to a file beside it.
 
-        `file_path` may be an open binary file, for models below 2 GiB. `input_sample` is as in `to_torch_export`;
+        `file_path` may be an open binary file, for models below 2 GiB; None writes nothing. Returns what
+        `torch.onnx.export` does, an `ONNXProgram` unless `dynamo=False`. `input_sample` is as in `to_torch_export`;
         `options` are those of `torch.onnx.export`, such as `dynamic_shapes` and `input_names`. The module is unchanged.
         Raises ImportError if onnx or onnxscript is not installed, else as `to_torch_export`.
         """
@@ -52,11 +55,12 @@ class Exporting:
         with _ready(self, input_sample) as (module, args, kwargs):
             size = sum(tensor.nbytes for tensor in module.state_dict().values() if isinstance(tensor, torch.Tensor))
             options = {"dynamo": True, "verbose": False, "external_data": size > ONNX_FILE_LIMIT, **options}
-            if isinstance(file_path, str | os.PathLike):
-                torch.onnx.export(module, args, os.fspath(file_path), kwargs=kwargs, **options)
-            else:
-                program: Any = torch.onnx.export(module, args, kwargs=kwargs, **options)
-                file_path.write(program.model_proto.SerializeToString())
+            if file_path is None or isinstance(file_path, str | os.PathLike):
+                path = None if file_path is None else os.fspath(file_path)
+                return torch.onnx.export(module, args, path, kwargs=kwargs, **options)
+            program: Any = torch.onnx.export(module, args, kwargs=kwargs, **options)
+            file_path.write(program.model_proto.SerializeToString())
+            return program
 
 
 @contextmanager

@@ -9,6 +9,7 @@ when the last process that holds it ends, however it ends.
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 import mmap
 import os
@@ -17,15 +18,18 @@ import re
 import struct
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
 import torch
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
+
+from lockstep.strategies.launch.program.functions import codes_of, variables_of
 
 _ALIGN = 64  # what torch's own allocator gives; vector instructions are slower below it
 _LARGE = 1 << 20  # bytes from which on a tensor is mapped, not read
@@ -99,7 +103,7 @@ def _pickled(value: Any, buffers: list[pickle.PickleBuffer] | None) -> tuple[byt
     pickler = Pickler(file, None if buffers is None else buffers.append)
     try:
         pickler.dump(value)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+    except (pickle.PickleError, TypeError, AttributeError) as error:
         where, found = _culprit(value, "", set()) or ("", value)
         raise TypeError(
             f"Everything that is sent to or returned from ranks must be picklable, but {error}"
@@ -158,7 +162,15 @@ def _children(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield f"{name}[{i}]" if name else "" if ours else type(item).__qualname__, item
     elif isinstance(value, Mapping):
         yield from ((f"{name}[{key!r:.40}]", item) for key, item in value.items())
-    elif not isinstance(value, type):
+    elif isinstance(value, FunctionType):
+        names = {name for code in codes_of(value) for name in code.co_names}
+        yield from ((key, item) for key, item in value.__globals__.items() if key in names)
+        yield from ((key, item) for key, _, item in variables_of(value))
+    elif isinstance(value, type):
+        if value.__module__ == "__main__":  # else it is sent by its name
+            yield from ((f"{value.__qualname__}.{key}", item) for key, item in vars(value).items())
+    else:
+        yield type(value).__qualname__, type(value)
         state = value.__getstate__() if hasattr(type(value), "__getstate__") else getattr(value, "__dict__", None)
         if isinstance(state, dict):
             yield from ((f"{name}.{key}" if name else key, item) for key, item in state.items())
@@ -195,6 +207,14 @@ class Pickler(cloudpickle.Pickler):
         recording = sys.modules.get("transformers.utils.output_capturing")
         if recording is not None and obj is getattr(recording, "_active_collector", recording):
             return getattr, (recording, "_active_collector")
+        if isinstance(obj, functools._lru_cache_wrapper) and not _is_found_by_name(obj):
+            return _cached, (obj.cache_parameters(),), (obj.__wrapped__, vars(obj)), None, None, _set_cached
+        if isinstance(obj, FunctionType) and hasattr(obj, _COMPILED) and not _is_found_by_name(obj):
+            raise pickle.PicklingError(f"{obj.__qualname__} is compiled, move it to a file that the program imports")
+        if type(obj) is functools.cached_property:  # which has a lock of its own before Python 3.12
+            return functools.cached_property, (obj.func,), {"attrname": obj.attrname}
+        if type(obj) in (weakref.WeakKeyDictionary, weakref.WeakValueDictionary):
+            return type(obj), (), None, None, iter([*obj.items()])
         # By itself torch leaves the hooks of a tensor behind, and refuses modules with parametrizations.
         if isinstance(obj, torch.Tensor) and obj.is_leaf and _hooks_of(obj):
             made = obj.__reduce_ex__(5)
@@ -215,6 +235,8 @@ class Pickler(cloudpickle.Pickler):
         return made
 
 
+_COMPILED = "_torchdynamo_orig_callable"
+"""What torch.compile sets on functions that it returns."""
 _PICKLED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64, torch.complex32),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -231,6 +253,33 @@ def _hooks_of(tensor: torch.Tensor) -> dict[str, Any]:
 def _set_hooks(tensor: torch.Tensor, hooks: dict[str, Any]) -> None:
     for name, found in hooks.items():
         setattr(tensor, name, found)
+
+
+class _Later:
+    """A function that is there once what refers to it is."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def _is_found_by_name(function: Any) -> bool:
+    """Whether an import gives this function: not in `__main__`, nor within another function."""
+    found: Any = None if function.__module__ == "__main__" else sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is function
+
+
+def _cached(parameters: dict[str, Any]) -> Any:
+    """An empty cache, as a process has it that imports the function."""
+    return functools.lru_cache(**parameters)(_Later())
+
+
+def _set_cached(cached: Any, state: tuple[Callable[..., Any], dict[str, Any]]) -> None:
+    cached.__wrapped__.function, attributes = state
+    vars(cached).update(attributes)
 
 
 def _forwards(cls: Any) -> bool:

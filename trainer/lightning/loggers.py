@@ -39,6 +39,9 @@ class _WithPrefix(Logger):
             metrics = {f"{self.prefix}{self.LOGGER_JOIN_CHAR}{name}": value for name, value in metrics.items()}
         super().log_metrics(metrics, step)
 
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        super().log_graph(model, input_array)
+
 
 class _WithFolder(_WithPrefix, RunLogger):
     """Has its version and folder when they are first asked for, also before a run."""

@@ -1,7 +1,9 @@
 """What arrives is what was sent: sharing, dtypes and classes kept, large data mapped and not copied."""
 
+import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
@@ -189,6 +191,54 @@ def test_functions_without_a_name_travel() -> None:
     assert through(lambda x: x + offset)(4) == 7
 
 
+def test_functions_of_the_program_that_functools_has_wrapped_travel() -> None:
+    """Those that no import gives, such as the ones of a script."""
+
+    @functools.lru_cache(maxsize=7)
+    def counted(n: int) -> int:
+        return n if n < 2 else counted(n - 1) + counted(n - 2)
+
+    @functools.singledispatch
+    def of_kind(value: Any) -> str:
+        return "other"
+
+    @of_kind.register
+    def of_numbers(value: int) -> str:
+        return "number"
+
+    class Held:
+        @functools.cached_property
+        def lazy(self) -> int:
+            return counted(6)
+
+    counted(3)
+    arrived, kind, held = through((counted, of_kind, Held()))
+    assert arrived(6) == 8 and arrived.cache_parameters() == {"maxsize": 7, "typed": False}
+    assert arrived.cache_info().misses == 7 and arrived.__name__ == "counted"
+    assert (kind(1), kind("a"), held.lazy) == ("number", "other", 8)
+    assert through(of_module) is of_module
+
+
+@functools.cache
+def of_module() -> list[int]:
+    return []
+
+
+def test_weak_containers_travel() -> None:
+    layer = nn.Linear(1, 1)
+    names, layers = weakref.WeakKeyDictionary({layer: "a"}), weakref.WeakValueDictionary({"a": layer})
+    module, names, layers = through((layer, names, layers))
+    assert names[module] == "a" and layers["a"] is module
+    del module
+    assert not names and not layers
+
+
+def test_a_compiled_function_of_the_program_is_named() -> None:
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    with pytest.raises(TypeError, match="lambda> is compiled, move it to a file that the program imports"):
+        pack({"loss": compiled})
+
+
 @pytest.mark.parametrize("value", [threading.Lock(), (i for i in "ab"), {"nested": [threading.Thread()]}])
 def test_what_cannot_be_pickled_is_named(value: Any) -> None:
     before = os.listdir("/proc/self/fd")
@@ -224,6 +274,9 @@ def test_what_cannot_be_pickled_is_named_with_its_attribute() -> None:
         dumps((len, (Outer(),)))
     with pytest.raises(TypeError, match=r"\(Outer.parts\['first'\].lock is a lock\)"):
         dumps([3, Outer()])
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"object \(lock is a lock\): create it on the rank"):
+        dumps({"step": lambda: lock.acquire()})
 
 
 class Slow(nn.Module):

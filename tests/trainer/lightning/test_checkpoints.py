@@ -88,6 +88,26 @@ def test_versions_are_counted_before_the_extension(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "saved")) == ["one-v1.ckpt", "one.ckpt"]
 
 
+def test_the_name_of_a_checkpoint_is_the_one_that_lightning_gives(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch.callbacks")
+    metrics = {"epoch": 2, "step": 7, "loss": torch.tensor(0.125)}
+    for template in (None, "{epoch:03d}-{loss:.2f}", "best"):
+        given = [cls(tmp_path, template) for cls in (ModelCheckpoint, lightning.ModelCheckpoint)]
+        for options in ({}, {"ver": 3}, {"filename": "{step}"}, {"prefix": "a", "ver": 1}):
+            own, theirs = (saver.format_checkpoint_name(metrics, **options) for saver in given)
+            assert own == theirs
+    assert ModelCheckpoint().format_checkpoint_name(metrics) == "epoch=2-step=7.ckpt"
+
+
+def test_an_override_of_the_name_is_followed(tmp_path: Path) -> None:
+    class Named(ModelCheckpoint):
+        def format_checkpoint_name(self, metrics: dict[str, Any], *args: Any, **options: Any) -> str:
+            return super().format_checkpoint_name(metrics, *args, prefix="mine", **options)
+
+    fit(tmp_path, Named(tmp_path / "saved"), max_steps=2)
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["mine-epoch=0-step=2.ckpt"]
+
+
 def test_the_extension_and_the_name_of_last_are_attributes(tmp_path: Path) -> None:
     class Renamed(ModelCheckpoint):
         FILE_EXTENSION = ".pt"

@@ -177,6 +177,7 @@ def test_a_graph_is_of_the_example_by_default(tmp_path: Path) -> None:
     logger.finalize("success")
     (events,) = Path(logger.log_dir).glob("events.out.*")
     assert b"Linear" in events.read_bytes()
+    loggers.CSVLogger(tmp_path).log_graph(model=module, input_array=torch.zeros(1, 4))  # does nothing, as in Lightning
 
 
 class Made:
@@ -257,11 +258,12 @@ def test_hooks_of_modes_set_to_none_are_skipped(stage: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # torch's exporter's
-def test_onnx_is_written_to_an_open_file() -> None:
+def test_onnx_is_written_to_an_open_file_or_returned() -> None:
     import onnx
 
     file = io.BytesIO()
     classifier(pl)().to_onnx(file, torch.zeros(1, 4))
+    assert classifier(pl)().to_onnx(input_sample=torch.zeros(1, 4)).model_proto.graph.output
     assert onnx.load_from_string(file.getvalue()).graph.output
 
 

@@ -94,10 +94,23 @@ class ModelCheckpoint(Uncalled, callbacks.ModelCheckpoint, Checkpoint):
         self._check_last()  # again, as it may be set once the callback is made
         super().setup(trainer, module, stage)
 
-    def format_checkpoint_name(self, metrics: dict[str, Any]) -> str:
-        """The folder's name for these values, without its ending; one that is missing is written as nan."""
-        template = self.filename if self._is_named else f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
-        return filled(template, metrics, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR)
+    def format_checkpoint_name(
+        self,
+        metrics: dict[str, Any],
+        filename: str | None = None,
+        ver: int | None = None,
+        prefix: str | None = None,
+    ) -> str:
+        """The path of the checkpoint for these values, in `dirpath` where that is known; a value that is missing is
+        written as nan. `filename` is another template, `ver` goes behind the name, `prefix` before it."""
+        own = self.filename if self._is_named else f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+        name = filled(filename or own, metrics, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR)
+        parts = [prefix or "", name, "" if ver is None else f"v{ver}"]
+        name = self.CHECKPOINT_JOIN_CHAR.join(filter(None, parts)) + self._extension
+        return os.path.join(self.dirpath or "", name)
+
+    def _name(self, trainer: Trainer) -> str:
+        return os.path.basename(super()._name(trainer)).removesuffix(self._extension)
 
     @property
     def _extension(self) -> str:  # type: ignore[override]
