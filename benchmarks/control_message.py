@@ -33,15 +33,17 @@ TURN = 20
 WARMUP_STEPS = 2 * TURN
 
 
-class Silent:
+class Silent(StepAgreement):
     """Agrees with everybody without asking: all ranks of this bench have losses of all their samples."""
+
+    def __init__(self) -> None: ...
 
     def send(self, vote: StepVote, samples: int, count: float, finite: bool, total: float = math.nan) -> None:
         self.result = StepResult(samples, int(vote.stop), None, None)  # every loss counts its samples
 
     def begin(self, retrained: list[str]) -> None: ...
 
-    def prepare(self, vote: StepVote, samples: int) -> Callable[[float, bool, float], None]:
+    def prepare(self, vote: StepVote, samples: int, lacks: bool = False) -> Callable[[float, bool, float], None]:
         return lambda count, finite, total: self.send(vote, samples, count, finite, total)
 
     def receive(self, in_tree: bool = False) -> StepResult:
@@ -50,7 +52,15 @@ class Silent:
     def first_rank(self, says_so: bool) -> int | None:
         return 0 if says_so else None
 
+    def is_equal(self, number: int) -> bool:
+        return True
+
+    def gather(self, number: float) -> list[float]:
+        return [number] * dist.get_world_size()
+
     def check(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def is_with(turn: int) -> bool:
