@@ -3,10 +3,10 @@ samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,8 +109,7 @@ class Gather:
 
 
 class Lists:
-    """`metric._sync_dist` for states that are lists: an item of each rank in turn, which is the order of one process if
-    an update adds one item.
+    """`metric._sync_dist` for states that are lists, which stay lists, as in one process.
 
     torchmetrics gathers the items of some lists one by one, where ranks may have more or fewer, and takes them for
     another's state; joins those of others by rank; and one that is empty, as the boxes of an image without any, is
@@ -135,13 +134,13 @@ class Lists:
             type(metric)._sync_dist(metric, *args, **options)
         finally:
             metric._reductions = reductions
-        for name, held in lists.items():
-            items = in_turn([_received(part[name]) for part in everyone if part])
+        together = joined([{name: _received(part[name]) for name in lists} for part in everyone if part])
+        for name, items in together.items():
+            held = lists[name]
             device = held[0].device if held and isinstance(held[0], Tensor) else metric.device
             items = [item.to(device) if isinstance(item, Tensor) else item for item in items]
-            reduction = metric._reductions[name]
             if items:
-                setattr(metric, name, items if reduction is None else reduction(items))
+                setattr(metric, name, reduced(items, metric._reductions[name]))
 
     def __deepcopy__(self, memo: Any) -> Lists:
         return Lists(memo.get(id(self._metric), self._metric), self._strategy)
@@ -168,9 +167,25 @@ def _the_same(metric: Any, name: str, values: Tensor) -> Tensor:
     return values[0]
 
 
-def in_turn(rows: Sequence[Sequence[Any]]) -> list[Any]:
-    """An item of each rank, or share, in turn."""
-    return [item for turn in zip_longest(*rows, fillvalue=_NOTHING) for item in turn if item is not _NOTHING]
+def joined(parts: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:
+    """The lists of a metric with the items of all ranks, or shares: an item of each in turn, which is the order of one
+    process if an update adds one item. Where an update adds more items to one list than to another they follow by rank,
+    so that items that belong together are at the same place in each."""
+    is_even = all(len({len(items) for items in part.values() if items}) < 2 for part in parts)
+    rows = {name: [part[name] for part in parts] for name in (parts[0] if parts else ())}
+    return {name: [*(in_turn(row) if is_even else chain.from_iterable(row))] for name, row in rows.items()}
+
+
+def in_turn(rows: Sequence[Sequence[Any]]) -> Iterator[Any]:
+    """An item of each row in turn."""
+    return (item for turn in zip_longest(*rows, fillvalue=_NOTHING) for item in turn if item is not _NOTHING)
+
+
+def reduced(items: list[Any], reduction: Any) -> Any:
+    """What `compute` gets of a list: the list, as in one process, or what the metric's own reduction makes of it."""
+    from torchmetrics.utilities import dim_zero_cat
+
+    return items if reduction in (None, dim_zero_cat) else reduction(items)
 
 
 def _sent(items: list[Any]) -> Any:

@@ -22,7 +22,7 @@ from lockstep.trainer.checkpoint.rank_state import on_device_of, torchmetrics_of
 from lockstep.trainer.metrics.beside import watched_updates
 from lockstep.trainer.metrics.gathering import gather_values
 from lockstep.trainer.metrics.model_parts import Parts
-from lockstep.trainer.metrics.sync import in_turn, of_all_samples, refuse_windows, uncached
+from lockstep.trainer.metrics.sync import joined, of_all_samples, reduced, refuse_windows, uncached
 from lockstep.trainer.seeding import derive
 from lockstep.trainer.shares.optimizer_values import OptimizerValues
 from lockstep.trainer.shares.user_state import UserState
@@ -344,16 +344,14 @@ class _Together(_OfShares):
             if entry["count"] > by_share.get(int(share), {"count": 0})["count"]:  # of stages the one that updates it
                 by_share[int(share)] = entry
         states = [by_share[share]["state"] for share in sorted(by_share)]
-        for name, reduction in of_all_samples(metric).items():
-            values = [state[name] for state in states]
-            if not values:
-                continue
-            if isinstance(values[0], list):
-                together: Any = in_turn(values)
-                value = reduction(together) if reduction is not None and together else together
+        lists = [{name: held for name, held in state.items() if isinstance(held, list)} for state in states]
+        together = joined(lists)
+        for name, reduction in of_all_samples(metric).items() if states else ():
+            if name in together:
+                value = reduced(together[name], reduction) if together[name] else []
             else:
-                together = torch.stack(values)
-                value = together if reduction is None else reduction(together)
+                value = torch.stack([state[name] for state in states])
+                value = value if reduction is None else reduction(value)
             setattr(metric, name, value)
 
 

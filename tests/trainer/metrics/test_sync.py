@@ -193,10 +193,26 @@ class Matched(Metric):
         return torch.stack([f.sum() * t.sum() + s[0][0] * f.sum() + len(s[1]) * t.sum() for f, t, s in triples]).sum()
 
 
+class Weighted(Metric):
+    """Scores come a batch at a time, their weights one by one, and it needs lists to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("scores", [], dist_reduce_fx="cat")
+        self.add_state("weights", [], dist_reduce_fx="cat")
+
+    def update(self, scores: Tensor, weights: Tensor) -> None:
+        self.scores += [scores]
+        self.weights += [weight[None] for weight in weights]
+
+    def compute(self) -> Tensor:
+        return (torch.cat(self.scores) * torch.cat(self.weights)).sum()
+
+
 class Collects(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.matched, self.rows, self.numbers = Matched(), CatMetric(), CatMetric()
+        self.matched, self.rows, self.numbers, self.weighted = Matched(), CatMetric(), CatMetric(), Weighted()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
@@ -204,6 +220,8 @@ class Collects(Net):
         self.log("matched", self.matched)
         self.rows.update(x[:, 0])
         self.numbers.update(float(y[0]))
+        self.weighted.update(x[:, 0], x[:, 1])
+        self.log("weighted", self.weighted)
 
     def on_validation_epoch_end(self) -> None:
         rows, numbers = self.rows.compute(), self.numbers.compute()
