@@ -18,6 +18,7 @@ from lockstep.strategies.mesh.structure import Structure, keep_containers
 from lockstep.strategies.mesh.tensor_plan.plan import Plan
 from lockstep.strategies.mesh.unsharded_writes import (
     UnshardedWrites,
+    follow_hook,
     has_gradient,
     init_unsharded,
     is_freed,
@@ -224,9 +225,14 @@ class MeshModel(nn.Module):
             self._looks -= 1
             refuse_kept(self.model)
 
-    def _reshard(self) -> None:
+    def write_back(self) -> None:
+        """Bring what user code has changed of whole parameters to the shards."""
         for unit in self.units:
             self.writes.write_back(unit)
+
+    def _reshard(self) -> None:
+        self.write_back()
+        for unit in self.units:
             unit.reshard()
 
     @contextmanager
@@ -353,7 +359,7 @@ class MeshModel(nn.Module):
                 keep_containers(unit, self._called)
                 # Between what torch does before and after the forward: gathers and frees.
                 unit.register_forward_pre_hook(lambda module, args: self.writes.look(module))
-                unit.register_forward_hook(lambda module, args, output: self.writes.write_back(module), prepend=True)
+                follow_hook(unit, self.writes.write_back)
             for group in param_groups(unit):
                 for parameter in group.fsdp_params:  # torch calls it once values were loaded or converted
                     parameter.reset_sharded_param = functools.partial(self._reset, parameter)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lockstep.strategies.launch.phase import AFTER_BACKWARD, CALLBACKS, END_OF_STEP, OPTIMIZER_STEP, current_phase
 from lockstep.strategies.modules.sharded_errors import INSTEAD
 
 
@@ -25,7 +24,7 @@ def install() -> None:
         return
     dispatcher._lockstep = True
     dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
-    for op in _DRAWS:
+    for op in _operators(_DRAWS):
         dispatcher._custom_op_handlers[op] = _draw
     for op in _operators(name for name in dir(torch) if name.startswith("_foreach_")):
         dispatcher._custom_op_handlers[op] = _each
@@ -86,27 +85,21 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         return op(tensor.full_tensor())
 
 
-_OF_HOOKS = {AFTER_BACKWARD, OPTIMIZER_STEP, END_OF_STEP, CALLBACKS}
 _aten = torch.ops.aten
-_DRAWS = {
-    _aten.normal_.default,
-    _aten.uniform_.default,
-    _aten.bernoulli_.float,
-    _aten.bernoulli.default,
-    _aten.rand_like.default,
-    _aten.randn_like.default,
-    _aten.randint_like.default,
-    _aten.randint_like.low_dtype,
-}
+_DRAWS = (
+    "bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ log_normal_ multinomial native_dropout normal "
+    "normal_ poisson rand_like randint_like randn_like random random_ rrelu_with_noise rrelu_with_noise_ uniform "
+    "uniform_ _standard_gamma"
+).split()
 
 
 def _draw(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Random numbers for a DTensor: those of a model's own layers in a step, but none for weights and gradients, of
-    which each rank would draw its part by itself."""
+    """Random numbers for a DTensor: those of a model's own layers in a step, but none for weights, nor in hooks, where
+    each rank would draw its part by itself."""
     _check_write(op, args, kwargs)
-    tensor = args[0]
+    tensor = next(arg for arg in args if hasattr(arg, "device_mesh"))
     names = tensor.device_mesh.mesh_dim_names or ()
-    if isinstance(tensor, nn.Parameter) or {"fsdp", "ddp"} & {*names} or current_phase()[1] in _OF_HOOKS:
+    if isinstance(tensor, nn.Parameter) or {"fsdp", "ddp"} & {*names} or not _in_steps:
         raise RuntimeError(
             f"random numbers were drawn ({str(op).removesuffix('.default')}) for a tensor of shape "
             f"{list(tensor.shape)} of which this rank holds a shard, and would not be those of one process; {INSTEAD}"

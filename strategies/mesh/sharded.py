@@ -23,7 +23,7 @@ from lockstep.strategies.launch.process_group import new_mesh
 from lockstep.strategies.mesh import mixed_tensors, steps
 from lockstep.strategies.mesh.mesh import devices_of, resolve
 from lockstep.strategies.mesh.options import UNRULED, Options
-from lockstep.strategies.mesh.unsharded_writes import refuse_returned, refusing_returned
+from lockstep.strategies.mesh.unsharded_writes import followed, refuse_returned
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import changed_within_window, partial_gradient, refuse_sparse, shortened
 from lockstep.strategies.modules.sharded_errors import explained, within_step
@@ -210,9 +210,9 @@ class ShardedStrategy(ShardedOptimizers):
         if whole and self.topology.data_size > 1 and any(p.requires_grad for p in apart):
             raise partial_gradient("the gradients of parameters that are not sharded are summed once a step")
         self._sync_each = self.options.sync_every_micro_batch or bool(hooks.parameters) or whole
+        hooks = followed(hooks, wrapped.write_back)
         if hooks.parameters:
             step_fn, hooks = steps.one_optimizer_each(wrapped, step_fn, hooks)
-        hooks = refusing_returned(hooks)
         self._in_step, self._micro_batches = True, 0
         wrapped.used.clear()  # a window that counts nothing leaves some
         try:

@@ -239,15 +239,20 @@ def refuse_kept(model: torch.nn.Module) -> None:
                 )
 
 
-def refusing_returned(hooks: StepHooks) -> StepHooks:
-    """`hooks`, of which those at the end of a batch do not get what `refuse_returned` refuses."""
+def followed(hooks: StepHooks, write_back: Callable[[], None]) -> StepHooks:
+    """`hooks`, of which `before_backward` may change whole parameters, and those at the end of a batch do not get what
+    `refuse_returned` refuses."""
 
     def prepare(window: Window) -> Iterator[MicroBatch]:
         for micro_batch in window.micro_batches if hooks.prepare is None else hooks.prepare(window):
             yield micro_batch
             refuse_returned(micro_batch.output)
 
-    return hooks._replace(prepare=prepare)
+    def before_backward(loss: Tensor) -> None:
+        hooks.before_backward(loss)  # type: ignore[misc]
+        write_back()
+
+    return hooks._replace(prepare=prepare, before_backward=hooks.before_backward and before_backward)
 
 
 def refuse_returned(output: Any) -> None:
@@ -288,6 +293,17 @@ def param_groups(unit: Any) -> Sequence[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def follow_hook(unit: Any, write_back: Callable[[Any], None]) -> None:
+    """Call `write_back` after the forward hooks of a unit, which may change its parameters, and before torch frees
+    these."""
+    hooks, state = unit._forward_hooks, unit._get_fsdp_state()
+    keys = [*hooks]
+    first = next(i for i, key in enumerate(keys) if getattr(hooks[key], "__self__", None) is state)
+    unit.register_forward_hook(lambda module, args, output: write_back(module))
+    for key in keys[first:]:
+        hooks.move_to_end(key)
 
 
 def _unsharded(unit: Any) -> Iterator[Any]:

@@ -276,7 +276,23 @@ class NoiseOnShards(Base):
             parameter.grad.add_(torch.randn_like(parameter.grad) * 0.01)
 
 
-@pytest.mark.parametrize("make", [DrawnOnShards, NoiseOnShards])
+class DrawnAsData(Base):
+    def on_train_start(self) -> None:
+        self.net[2].weight.data.normal_(0, 0.1)
+
+
+class ExponentialNoise(Base):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.mul_(torch.empty_like(parameter.grad).exponential_())
+
+
+class DroppedWeights(Base):
+    def on_train_epoch_end(self) -> None:
+        F.dropout(self.net[0].weight.detach())
+
+
+@pytest.mark.parametrize("make", [DrawnOnShards, NoiseOnShards, DrawnAsData, ExponentialNoise, DroppedWeights])
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
 def test_random_numbers_for_shards_are_refused(make: Callable[[], Module], strategy: str) -> None:
     with pytest.raises(RuntimeError, match=r"random numbers were drawn \(aten.* of which this rank holds a shard"):

@@ -3,10 +3,11 @@ samples."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,7 @@ def synced_metrics(module: nn.Module, strategy: Strategy) -> Iterator[None]:
     for metric in metrics:
         metric.dist_sync_fn, metric._sync_dist = Gather(strategy), Lists(metric, strategy)
     try:
-        with uncached(metrics), watched_updates(found, num_ranks, place.world_size == 1):
+        with uncached(metrics), counted_updates(metrics), watched_updates(found, num_ranks, place.world_size == 1):
             yield
     finally:
         for metric in metrics:
@@ -109,7 +110,8 @@ class Gather:
 
 
 class Lists:
-    """`metric._sync_dist` for states that are lists, which stay lists, as in one process.
+    """`metric._sync_dist` for states that grow by what an update adds: lists, which stay lists, as in one process, and
+    tensors of rows.
 
     torchmetrics gathers the items of some lists one by one, where ranks may have more or fewer, and takes them for
     another's state; joins those of others by rank; and one that is empty, as the boxes of an image without any, is
@@ -122,9 +124,9 @@ class Lists:
     @counting_once()
     def __call__(self, *args: Any, **options: Any) -> None:
         metric = self._metric
-        lists = {name: held for name in metric._reductions if isinstance(held := getattr(metric, name), list)}
+        lists = {name: getattr(metric, name) for name in growing(metric)}
         own = lists if self._strategy.topology.is_reporting_rank else {}
-        sent = {name: _sent(items) for name, items in own.items()}
+        sent = as_sent(metric, own, metric._update_count, vars(metric).get(ADDED))
         everyone = gather_values(self._strategy, sent, "state") if lists else []
         for name in lists:
             setattr(metric, name, [])
@@ -134,13 +136,11 @@ class Lists:
             type(metric)._sync_dist(metric, *args, **options)
         finally:
             metric._reductions = reductions
-        together = joined([{name: _received(part[name]) for name in lists} for part in everyone if part])
-        for name, items in together.items():
-            held = lists[name]
-            device = held[0].device if held and isinstance(held[0], Tensor) else metric.device
-            items = [item.to(device) if isinstance(item, Tensor) else item for item in items]
-            if items:
-                setattr(metric, name, reduced(items, metric._reductions[name]))
+        together = joined([part for part in everyone if part])
+        for name, held in lists.items():
+            device = held[0].device if len(held) and isinstance(held[0], Tensor) else metric.device
+            items = [item.to(device) if isinstance(item, Tensor) else item for item in together.get(name, ())]
+            setattr(metric, name, reduced(items, held, metric._reductions[name]))
 
     def __deepcopy__(self, memo: Any) -> Lists:
         return Lists(memo.get(id(self._metric), self._metric), self._strategy)
@@ -167,44 +167,125 @@ def _the_same(metric: Any, name: str, values: Tensor) -> Tensor:
     return values[0]
 
 
-def joined(parts: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:
-    """The lists of a metric with the items of all ranks, or shares: an item of each in turn, which is the order of one
-    process if an update adds one item. Where an update adds more items to one list than to another they follow by rank,
-    so that items that belong together are at the same place in each."""
-    is_even = all(len({len(items) for items in part.values() if items}) < 2 for part in parts)
-    rows = {name: [part[name] for part in parts] for name in (parts[0] if parts else ())}
-    return {name: [*(in_turn(row) if is_even else chain.from_iterable(row))] for name, row in rows.items()}
+def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The growing states of a metric with the items of all ranks, or shares, in the order of one process: what an
+    update of each has added in turn. `parts`: by state what `as_sent` made of it.
+
+    Where that is not known an item of each in turn, or by rank if states differ in length, so that items that belong
+    together are at the same place in each.
+    """
+    items = [{name: _received(sent) for name, sent in part.items()} for part in parts]
+    is_known = all(sent["updates"] is not None for part in parts for sent in part.values())
+    is_even = all(len({len(found) for found in part.values() if found}) < 2 for part in items)
+    together: dict[str, list[Any]] = {}
+    for name in parts[0] if parts else ():
+        rows = [part[name] for part in items]
+        if is_known:
+            numbers = [part[name]["updates"] for part in parts]
+        else:
+            numbers = [[1] * len(row) if is_even else [len(row)] for row in rows]
+        turns = zip_longest(*(_cut(row, each) for row, each in zip(rows, numbers, strict=True)), fillvalue=())
+        together[name] = [item for turn in turns for update in turn for item in update]
+    return together
 
 
-def in_turn(rows: Sequence[Sequence[Any]]) -> Iterator[Any]:
-    """An item of each row in turn."""
-    return (item for turn in zip_longest(*rows, fillvalue=_NOTHING) for item in turn if item is not _NOTHING)
+def _cut(items: list[Any], numbers: Sequence[int]) -> Iterator[list[Any]]:
+    rest = iter(items)
+    return ([*islice(rest, n)] for n in numbers)
 
 
-def reduced(items: list[Any], reduction: Any) -> Any:
-    """What `compute` gets of a list: the list, as in one process, or what the metric's own reduction makes of it."""
+def reduced(items: list[Any], held: Any, reduction: Any) -> Any:
+    """What `compute` gets of the items of all: a list, or a tensor of rows, as in one process, or what the metric's own
+    reduction makes of them. `held`: what one rank has."""
     from torchmetrics.utilities import dim_zero_cat
 
-    return items if reduction in (None, dim_zero_cat) else reduction(items)
+    if isinstance(held, Tensor):
+        return torch.stack(items) if items else held
+    return items if reduction in (None, dim_zero_cat) or not items else reduction(items)
 
 
-def _sent(items: list[Any]) -> Any:
-    """Tensors that are alike but for their number of rows as one, with these numbers: fewer to send."""
+def growing(metric: Any) -> list[str]:
+    """The names of states that are lists, or tensors of rows that are concatenated."""
+    from torchmetrics.utilities import dim_zero_cat
+
+    def grows(name: str, default: Any) -> bool:
+        return isinstance(default, list) or (metric._reductions[name] is dim_zero_cat and default.dim() > 0)
+
+    return [name for name, default in metric._defaults.items() if grows(name, default)]
+
+
+@contextmanager
+def counted_updates(metrics: Sequence[Any]) -> Iterator[None]:
+    """While it lasts a metric with states that grow holds what each update has added to them."""
+    grow = [metric for metric in metrics if growing(metric)]
+    for metric in grow:
+        metric.update = _Counted(metric)
+    try:
+        yield
+    finally:
+        for metric in grow:
+            vars(metric).pop(ADDED, None)
+            if isinstance(metric.update, _Counted):
+                metric.update = metric.update.update
+
+
+ADDED = "_lockstep_added"
+"""The attribute that has for each update how many items it has added, a number for each of these states."""
+
+
+class _Counted:
+    """`metric.update`, which notes how many items it adds."""
+
+    def __init__(self, metric: Any) -> None:
+        self.update, self._metric, self._names = metric.update, metric, growing(metric)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        metric = self._metric
+        before = self._lengths()
+        found = self.update(*args, **options)
+        # Of the two updates of such a forward the second is of the batch alone, and is undone.
+        is_undone = metric._enable_grad and (metric.full_state_update is not False or metric.dist_sync_on_step)
+        if not is_undone:
+            vars(metric).setdefault(ADDED, []).append([*map(operator.sub, self._lengths(), before)])
+        return found
+
+    def _lengths(self) -> list[int]:
+        return [len(getattr(self._metric, name)) for name in self._names]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.update
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()  # as `Gather`
+
+
+def as_sent(metric: Any, states: Mapping[str, Any], count: int, added: list[list[int]] | None) -> dict[str, Any]:
+    """The states of a metric after `count` updates, of which `joined` takes those that grow. `added`: see ADDED."""
+    names = [name for name in growing(metric) if name in states]
+    rows = (added or [])[-count:] if count else []
+    updates: dict[str, Any] = dict(zip(names, zip(*rows, strict=True), strict=False))
+    if len(rows) < count or any(sum(updates[name]) != len(states[name]) for name in names if rows):
+        updates = {}  # as after a resume
+    return {name: _sent(held, updates.get(name)) if name in names else held for name, held in states.items()}
+
+
+def _sent(items: Any, updates: Sequence[int] | None) -> dict[str, Any]:
+    """Tensors that are alike but for their number of rows are one, with these numbers: fewer to send."""
+    found: dict[str, Any] = {"updates": updates and [*updates]}
+    if isinstance(items, Tensor):
+        return found | {"rows": items, "numbers": None}
     kinds = {(item.dtype, item.shape[1:], item.dim()) if isinstance(item, Tensor) else None for item in items}
     if len(items) < 2 or len(kinds) > 1 or None in kinds:
-        return items
+        return found | {"items": items}
     if not items[0].dim():
-        return {"rows": torch.stack(items), "numbers": None}
-    return {"rows": torch.cat(items), "numbers": [len(item) for item in items]}
+        return found | {"rows": torch.stack(items), "numbers": None}
+    return found | {"rows": torch.cat(items), "numbers": [len(item) for item in items]}
 
 
-def _received(sent: Any) -> list[Any]:
-    if not isinstance(sent, dict):
-        return sent
+def _received(sent: dict[str, Any]) -> list[Any]:
+    if "items" in sent:
+        return [*sent["items"]]
     return [*(sent["rows"].unbind() if sent["numbers"] is None else sent["rows"].split(sent["numbers"]))]
-
-
-_NOTHING = object()
 
 
 def _nothing() -> None:

@@ -303,7 +303,8 @@ def metrics_of_all(run: RunState, module: Module) -> Iterator[None]:
         with synced_metrics(module, run.strategy):
             yield
         return
-    from lockstep.trainer.shares.shares import Shares, shared_metrics
+    from lockstep.trainer.shares.metric_states import shared_metrics
+    from lockstep.trainer.shares.shares import Shares
 
     run.shares = Shares(run, module)
     try:

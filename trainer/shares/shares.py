@@ -5,8 +5,7 @@ A share is what a rank would compute if there were `virtual_ranks` of them. Rank
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +18,10 @@ from lockstep.strategies.modules.blocks import OF_TORCH
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.side_effect_free import PlainAttributes, PlainValues, differ
 from lockstep.trainer.checkpoint.rank_state import on_device_of, torchmetrics_of
-from lockstep.trainer.metrics.beside import watched_updates
-from lockstep.trainer.metrics.gathering import gather_values
 from lockstep.trainer.metrics.model_parts import Parts
-from lockstep.trainer.metrics.sync import joined, of_all_samples, reduced, refuse_windows, uncached
+from lockstep.trainer.metrics.sync import ADDED
 from lockstep.trainer.seeding import derive
+from lockstep.trainer.shares.metric_states import MetricState
 from lockstep.trainer.shares.optimizer_values import OptimizerValues
 from lockstep.trainer.shares.user_state import UserState
 
@@ -51,7 +49,7 @@ class Shares:
         self._metrics: dict[str, Any] = {}
         self._current = self.own[0]
         """The share whose states the metrics hold."""
-        self._held: dict[int, dict[str, _MetricState]] = {}
+        self._held: dict[int, dict[str, MetricState]] = {}
         self._buffers: list[_Buffer] = []
         """The model's as they were when the window began."""
         self._after_first: list[_Buffer] | None = None
@@ -196,21 +194,22 @@ class Shares:
         if share == self._current or not self._metrics:
             self._current = share
             return
-        self._held[self._current] = {name: _MetricState.of(metric) for name, metric in self._metrics.items()}
+        self._held[self._current] = {name: MetricState.of(metric) for name, metric in self._metrics.items()}
         states = self._held.pop(share, {})
         for name, metric in self._metrics.items():
             if name in states:
                 states[name].put(metric)
             else:
                 type(metric).reset(metric)
+                vars(metric).pop(ADDED, None)
         self._current = share
 
     def states_of(self, metric: Any) -> dict[int, dict[str, Any]]:
         """By own share what it holds of `metric`; nothing of those that have not updated it."""
         name = next(name for name, other in torchmetrics_of(self._module).items() if other is metric)
         held = {share: states[name] for share, states in self._held.items() if name in states}
-        held[self._current] = _MetricState.of(metric)
-        return {share: {"state": held[share].values, "count": held[share].count} for share in sorted(held)}
+        held[self._current] = MetricState.of(metric)
+        return {share: held[share].entry() for share in sorted(held)}
 
     def forget(self, metric: Any) -> None:
         """What `metric.reset()` does: within a share, as torchmetrics' forward calls it, of that; else of all."""
@@ -237,7 +236,7 @@ class Shares:
 
         Raises ValueError for those of a share that there is not, in a run with fewer workers of a parameter server.
         """
-        found: dict[int, dict[str, _MetricState]] = {}
+        found: dict[int, dict[str, MetricState]] = {}
         for by_name in saved:
             for name, by_share in by_name.items():
                 for share, packed in by_share.items():
@@ -248,7 +247,7 @@ class Shares:
                         )
                     if int(share) in self.own:
                         entry = unpack(packed, checkpoint.read)
-                        state = _MetricState(entry["state"], entry["count"])
+                        state = MetricState(entry["state"], entry["count"], entry.get("added"))
                         of_share = found.setdefault(int(share), {})
                         of_share[name] = max(of_share.get(name, state), state, key=_count)
         self._current = self.own[0]
@@ -283,89 +282,8 @@ class _Buffer:
             self._tensor.copy_(self._value)
 
 
-class _MetricState:
-    """What a torchmetrics object has counted."""
-
-    def __init__(self, values: dict[str, Any], count: int) -> None:
-        self.values, self.count = values, count
-
-    @classmethod
-    def of(cls, metric: Any) -> _MetricState:
-        values = {key: getattr(metric, key) for key in metric._defaults}
-        return cls({key: [*v] if isinstance(v, list) else v for key, v in values.items()}, metric._update_count)
-
-    def put(self, metric: Any) -> None:
-        for key, value in self.values.items():
-            setattr(metric, key, value)
-        metric._update_count, metric._computed = self.count, None
-
-
-@contextmanager
-def shared_metrics(shares: Shares, module: nn.Module) -> Iterator[None]:
-    """While it lasts the metrics of `module` compute over the states of all shares, and reset all of them."""
-    num_shares = shares._run.strategy.virtual_ranks or 1
-    refuse_windows(module, num_shares)
-    found = {name: metric for name, metric in torchmetrics_of(module).items() if metric.dist_sync_fn is None}
-    metrics = [*found.values()]
-    for metric in metrics:
-        metric._sync_dist, metric.reset = _Together(shares, metric), _ResetAll(shares, metric)
-        metric.distributed_available_fn = _yes
-    try:
-        with uncached(metrics), watched_updates(found, num_shares, False):
-            yield
-    finally:
-        for metric in metrics:
-            del metric._sync_dist, metric.reset
-            metric.distributed_available_fn = None
-
-
-class _OfShares:
-    """A method of a metric of which each share has states of its own."""
-
-    def __init__(self, shares: Shares, metric: Any) -> None:
-        self._shares, self._metric = shares, metric
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise RuntimeError(
-            f"{type(self._metric).__name__} was copied during a run in which a rank stands for several shares, "
-            "learners or workers, each with sums of its own, which a copy would not have; make all metrics before fit "
-            "(MetricTracker copies them), or give each share a rank of its own and no virtual_ranks"
-        )
-
-
-class _Together(_OfShares):
-    """`metric._sync_dist`: put the states of all shares together, in their order, as torchmetrics does with ranks'."""
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        metric, shares = self._metric, self._shares
-        gathered = gather_values(shares._run.strategy, {str(k): v for k, v in shares.states_of(metric).items()})
-        by_share: dict[int, Any] = {}
-        for share, entry in (item for rank in gathered for item in rank.items()):
-            if entry["count"] > by_share.get(int(share), {"count": 0})["count"]:  # of stages the one that updates it
-                by_share[int(share)] = entry
-        states = [by_share[share]["state"] for share in sorted(by_share)]
-        lists = [{name: held for name, held in state.items() if isinstance(held, list)} for state in states]
-        together = joined(lists)
-        for name, reduction in of_all_samples(metric).items() if states else ():
-            if name in together:
-                value = reduced(together[name], reduction) if together[name] else []
-            else:
-                value = torch.stack([state[name] for state in states])
-                value = value if reduction is None else reduction(value)
-            setattr(metric, name, value)
-
-
-class _ResetAll(_OfShares):
-    def __call__(self) -> None:
-        self._shares.forget(self._metric)
-
-
-def _count(state: _MetricState) -> int:
+def _count(state: MetricState) -> int:
     return state.count
-
-
-def _yes() -> bool:
-    return True
 
 
 _NONE = PlainAttributes([]), PlainValues([], [])

@@ -147,3 +147,34 @@ def test_gradients_of_zeros_are_those_of_one_process_and_others_are_refused() ->
     exact("fsdp", 2, Zeros, n=40)
     with pytest.raises(RuntimeError, match="the step has written the gradient of weight"):
         fit("fsdp", 2, OnesLater(), labeled())
+
+
+class BeforeBackward(Blocks):
+    """Changes weights between the forward and the backward."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        with torch.no_grad():
+            self.net[-1].bias.add_(0.1)
+        for parameter in self.parameters():
+            parameter.data.mul_(0.9)
+
+
+class ChangedByHook(Blocks):
+    """A forward hook of a block changes the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1].register_forward_hook(shrink)
+
+
+def shrink(module: nn.Module, args: Any, output: Any) -> None:
+    for parameter in module.parameters():
+        parameter.data.mul_(0.9)
+
+
+@pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)
+def test_weights_changed_after_they_were_used_follow_one_process(strategy: str, devices: int) -> None:
+    makes: list[Callable[[], Module]] = [BeforeBackward]
+    if strategy == "fsdp":  # elsewhere the plan of layers refuses such a hook
+        makes.append(ChangedByHook)
+    exact(strategy, devices, *makes, n=17)

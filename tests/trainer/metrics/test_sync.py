@@ -206,13 +206,30 @@ class Weighted(Metric):
         self.weights += [weight[None] for weight in weights]
 
     def compute(self) -> Tensor:
-        return (torch.cat(self.scores) * torch.cat(self.weights)).sum()
+        weights = torch.cat(self.weights)
+        return (torch.cat(self.scores) * weights * torch.arange(len(weights))).sum()
+
+
+class Pairs(Metric):
+    """Rows in a tensor that grows, of which two that follow each other belong together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("rows", torch.zeros(0, 2), dist_reduce_fx="cat")
+
+    def update(self, rows: Tensor) -> None:
+        self.rows = torch.cat([self.rows, rows[:, :2], rows[:1, :2]])  # an odd number in most updates
+
+    def compute(self) -> Tensor:
+        even = self.rows[: len(self.rows) // 2 * 2]
+        return even.reshape(-1, 2, 2).amax(1).sum()
 
 
 class Collects(Net):
     def __init__(self) -> None:
         super().__init__()
         self.matched, self.rows, self.numbers, self.weighted = Matched(), CatMetric(), CatMetric(), Weighted()
+        self.pairs = Pairs()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
@@ -222,6 +239,8 @@ class Collects(Net):
         self.numbers.update(float(y[0]))
         self.weighted.update(x[:, 0], x[:, 1])
         self.log("weighted", self.weighted)
+        self.pairs(x)  # forward, which joins states by itself
+        self.log("pairs", self.pairs)
 
     def on_validation_epoch_end(self) -> None:
         rows, numbers = self.rows.compute(), self.numbers.compute()
