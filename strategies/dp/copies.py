@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -14,62 +14,36 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.data.batch_slices import tensors_of
-from lockstep.strategies.data.sample_axis import with_items
-from lockstep.strategies.dp.held import Held, inside, is_metric, is_plain
+from lockstep.strategies.dp.held import Held, is_metric
+from lockstep.strategies.dp.parts import Replaced
 from lockstep.strategies.modules.blocks import holds_states, join_states
 from lockstep.strategies.modules.parameter_hooks import copy_attributes
 from lockstep.strategies.sync.contents import same_values
 
+_GRADIENT = operator.attrgetter("grad")
 _BYTES, _VALUES = 1 << 20, 1000
 """Above how many bytes a value is large; how many values of a large tensor are compared."""
-
-
-class Replaced:
-    """Replacements of values, found by the ids of these."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Any]] = {}
-        """With each value itself, which lives as long."""
-
-    def __bool__(self) -> bool:
-        return bool(self._known)
-
-    def add(self, value: Any, other: Any) -> Any:
-        self._known[id(value)] = value, other
-        return other
-
-    def of(self, value: Any) -> Any:
-        """The replacement of `value`; else `value`, with replaced parts in a tuple, a bound method or a partial."""
-        known = self._known.get(id(value))
-        if known is not None:
-            return known[1]
-        parts = inside(value)
-        if parts is None or is_plain(parts):
-            return value
-        items = [*map(self.of, parts)]
-        if all(item is part for item, part in zip(items, parts, strict=True)):
-            return value
-        if type(value) is MethodType:
-            return MethodType(*items)
-        if type(value) is functools.partial:
-            return functools.partial(items[0], *items[1], **items[2])
-        return frozenset(items) if type(value) is frozenset else with_items(value, items)
 
 
 class Copies(Replaced):
     """Copies on `device` of what `held` has. Shared with the model are tensors of a graph, and what is in `large`."""
 
+    @torch.no_grad()
     def __init__(self, held: Held, device: torch.device, large: list[tuple[str, Any]]) -> None:
         super().__init__()
-        self._device = device
+        self._device, self.is_apart = device, False
         self._large = {id(value) for _, value in large}
-        self.parameters: list[tuple[str, Tensor, Tensor]] = []
-        """Each with its name and its copy, which has gradients of its own."""
+        self.names: list[str] = []
+        self.originals: list[Tensor] = []
+        self.parameters: list[Tensor] = []
+        """What has gradients of its own, beside the names and what these are copies of."""
         for place, value in held.values.values():
             if isinstance(value, Tensor):
                 own = self._of_tensor(value)
                 if own is not value and (isinstance(own, nn.Parameter) or own.requires_grad):
-                    self.parameters.append((place, value, own))
+                    self.names.append(place)
+                    self.originals.append(value)
+                    self.parameters.append(own)
             elif isinstance(value, np.ndarray):
                 if id(value) not in self._large:
                     self.add(value, copy.copy(value))
@@ -86,11 +60,18 @@ class Copies(Replaced):
             whole = self._of_tensor(base)
             own = whole.as_strided(value.size(), value.stride(), value.storage_offset())
             return value if whole is base else self.add(value, own)
-        there = self._device if value.device.type == self._device.type else value.device
-        own = value.detach().to(there, copy=True, non_blocking=True)
+        device = value.device
+        if device == self._device:
+            own = value.clone()
+        else:
+            there = self._device if device.type == self._device.type else device
+            own = value.to(there, copy=True, non_blocking=True)
+            self.is_apart |= own.device != device
         if isinstance(value, nn.Parameter):
-            own = nn.Parameter(own, requires_grad=value.requires_grad)
-            copy_attributes(value, own)
+            own = nn.Parameter(own, value.requires_grad)
+            if vars(value):
+                copy_attributes(value, own)
+            return self.add(value, own)
         return self.add(value, own.requires_grad_(value.requires_grad))
 
     def _metric(self, metric: Any) -> None:
@@ -165,17 +146,67 @@ def refuse_returned(output: Any, parameters: list[nn.Parameter]) -> None:
         )
 
 
-def join(model: nn.Module, copies: list[Copies]) -> None:
-    """Add up gradients and metrics, in the order of slices."""
-    metrics: list[Any] = [
-        m for m in model.modules() if is_metric(m) and hasattr(m, "_update_count") and holds_states(m)
-    ]
+class Gradients:
+    """Those of what slices have copies of: each slice finds the ones that the micro-batch found, and has its own."""
+
+    def __init__(self, copies: list[Copies]) -> None:
+        self._own: list[Tensor] = copies[0].originals if copies else []
+        self._of_slices = [self._own, *(copied.parameters for copied in copies)]
+        self._is_apart = any(copied.is_apart for copied in copies)
+        self._found: list[list[Any]] = []
+        self._before = [*map(_GRADIENT, self._own)]
+        self._had_any = _are_any(self._before)
+        for parameters in self._of_slices[1:] if self._had_any else ():
+            self._put(parameters, self._before)
+
+    def backward(self, index: int, losses: list[Tensor]) -> None:
+        """Run backward from the losses of a slice."""
+        tensors = self._of_slices[index]
+        if not index:  # a hook before the backward may have cleared or set some
+            self._before = [*map(_GRADIENT, tensors)]
+            self._had_any |= _are_any(self._before)
+        if self._had_any:
+            self._put(tensors, [None] * len(tensors))
+        for loss in losses:
+            loss.backward()
+        self._found.append([*map(_GRADIENT, tensors)])
+        if not index:
+            self._put(tensors, self._before)
+
+    def add_up(self) -> None:
+        """In the order of slices."""
+        sums: list[Any] = self._before
+        for found in self._found if sums else ():
+            if self._is_apart:
+                pairs = zip(found, self._own, strict=True)
+                found = [None if gradient is None else gradient.to(own.device) for gradient, own in pairs]
+            if _are_all(sums) and _are_all(found):
+                torch._foreach_add_(sums, found)
+                continue
+            for i, gradient in enumerate(found):
+                total = sums[i]
+                sums[i] = gradient if total is None else total if gradient is None else total.add_(gradient)
+        self._put(self._own, sums)
+
+    def _put(self, tensors: list[Tensor], gradients: list[Tensor | None]) -> None:
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = gradient.to(tensor.device) if self._is_apart and gradient is not None else gradient
+
+
+def _are_any(gradients: list[Tensor | None]) -> bool:
+    return any(map(operator.is_not, gradients, repeat(None)))
+
+
+def _are_all(gradients: list[Tensor | None]) -> bool:
+    return all(map(operator.is_not, gradients, repeat(None)))
+
+
+def join_metrics(held: Held, copies: list[Copies]) -> None:
+    """Add up metrics, in the order of slices."""
+    found = [metric for _, metric in held.values.values() if is_metric(metric)]
+    metrics: list[Any] = [m for metric in found for m in metric.modules() if is_metric(m) and holds_states(m)]
     for copied in copies:
-        for _, own, theirs in copied.parameters:
-            if theirs.grad is not None:
-                added = theirs.grad.to(own.device)
-                own.grad = added if own.grad is None else own.grad.add_(added)
         for metric in metrics:
             other = copied.of(metric)
-            if other._update_count:
+            if hasattr(metric, "_update_count") and other._update_count:
                 join_states(metric, other.to(metric.device), "use strategy='ddp'")

@@ -2,63 +2,76 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.strategies.dp.copies import Copies, Replaced
-from lockstep.strategies.dp.held import Held, Part, identical, inside, is_metric
+from lockstep.strategies.dp.copies import Copies
+from lockstep.strategies.dp.held import Held, is_metric
+from lockstep.strategies.dp.parts import Part, Replaced, identical, inside
 from lockstep.strategies.modules.absent import Refusing
-from lockstep.strategies.sync.contents import same_values, sum_of_bits
+from lockstep.strategies.sync.contents import same_bits, same_values, sum_of_bits
 
 T = TypeVar("T")
 
 
-def in_turn(
-    model: nn.Module, first: Replaced, copies: list[Copies], work: Callable[[int], T], start: Held | None = None
-) -> list[T]:
+def in_turn(start: Held, first: Replaced, copies: list[Copies], work: Callable[[int], T]) -> list[T]:
     """What `work` returns for the first slice and for each of `copies`, one after the other.
 
-    Each begins with what is found now, which is `start` if that is given, has its copies in the place of tensors, and
-    leaves what the first leaves: what differs refuses any use, but for the slice itself the next time, as `first` and
-    `copies` know. Raises RuntimeError for a buffer, and for an attribute that a module has after some alone.
+    Each begins with what is found now, which is `start`, has its copies in the place of tensors, and leaves what the
+    first leaves: what differs refuses any use, but for the slice itself the next time, as `first` and `copies` know.
+    Raises RuntimeError for a buffer, and for an attribute that a module has after some alone.
     """
-    start, found = start or Held(model), []
+    if not copies:
+        return [work(0)]
+    results: list[T] = []
+    changed, found = dict[int, Part](), list[Held]()
+    now, values = start.moment, [first, *copies]
     try:
-        results = []
-        for index in range(len(copies) + 1):
+        for index, replaced in enumerate(values):
             if index or first:
-                start.put(copies[index - 1].of if index else first.of)
+                now = start.put(replaced, changed.values())
             results.append(work(index))
-            found.append(Held(model))
-        end = End(start, found[0], first)
-        for other, copied in zip(found[1:], copies, strict=True):
-            end.compare(other, copied)
+            changed |= {id(part): part for part in start.changed(now)[0]}
+            found.append(start.after([*start.loose, *changed.values()]))
+        if start.loose or changed:
+            end = End(start, found[0], first, changed.values())
+            for other, copied in zip(found[1:], copies, strict=True):
+                end.compare(other, copied)
+            end.put()
+        else:
+            start.put(Replaced(), ())
     except BaseException:
-        start.put()
+        start.put_back()
         raise
-    found[0].put(end.refused.of)
     return results
 
 
 class End:
     """What the first slice left, of which only what others leave too is kept."""
 
-    def __init__(self, start: Held, first: Held, values: Replaced) -> None:
+    def __init__(self, start: Held, first: Held, values: Replaced, changed: Collection[Part]) -> None:
+        """`changed`: the parts of `start` that slices have changed."""
         self._start, self._first, self._values = start, first, values
-        self.refused = Replaced()
+        self._parts = first.own([*start.loose, *changed])
+        self._refused = Replaced()
         """What refuses any use in the place of containers and objects that cannot be kept in part."""
+
+    def put(self) -> None:
+        """Let all hold what is kept."""
+        self._start.put(Replaced(), ())
+        for part in self._first.parts() if self._refused else self._parts:
+            part.put(self._refused.of)
 
     def compare(self, other: Held, copies: Copies) -> None:
         """With what another slice left."""
         first, seen = self._first, set[tuple[int, int]]()
-        pairs = deque(
-            (part.owner, part.owner) for parts in (first.attributes, first.containers) for part in parts.values()
-        )
+        pairs = deque((part.owner, part.owner) for part in self._parts)
         while pairs:
             one, two = pairs.popleft()
             if (id(one), id(two)) in seen or two not in other:
@@ -115,7 +128,7 @@ class End:
                 f"training_step set or deleted the attribute {place} by the samples of a slice, and strategy 'dp' runs "
                 "it on slices; set it in each step, such as to None, or use strategy='single' or 'ddp'"
             )
-        self.refused.add(own.owner, _refusing(place))
+        self._refused.add(own.owner, _refusing(place))
 
     def _are_same(self, one: Any, two: Any, copies: Copies, pairs: list[tuple[Any, Any]]) -> bool:
         kind: Any = type(one)
@@ -139,14 +152,25 @@ class End:
         return len(own) == len(its) and all(self._are_same(*p, copies, pairs) for p in zip(own, its, strict=True))
 
 
-def refuse_differing(copies: list[Copies]) -> None:
-    """Raise RuntimeError for a parameter whose bits differ in a slice. Waits for the devices."""
+def refuse_differing(copies: list[Copies], on_cpu: bool) -> None:
+    """Raise RuntimeError for a parameter that slices have changed to different values. Waits for the devices."""
     for found in copies:
-        sums = [[sum_of_bits(tensor) for tensor in side] for side in list(zip(*found.parameters, strict=True))[1:]]
-        own, theirs = (torch.stack(each).tolist() for each in sums) if sums else ([], [])
-        for (name, *_), one, other in zip(found.parameters, own, theirs, strict=True):
-            if one != other:
-                raise _differs("parameter", name)
+        own, theirs = found.originals, found.parameters
+        if on_cpu and not found.is_apart:
+            same = [True] if _are_same(own, theirs) else [*map(same_bits, own, theirs)]
+        else:
+            sums = [torch.stack([*map(sum_of_bits, side)]).tolist() if side else [] for side in (own, theirs)]
+            same = [*map(operator.eq, *sums)]
+        if not all(same):
+            raise _differs("parameter", found.names[same.index(False)])
+
+
+def _are_same(own: list[Tensor], theirs: list[Tensor]) -> bool:
+    """Whether all values are the same, as far as torch compares such tensors and none is NaN."""
+    try:
+        return all(map(torch.equal, own, theirs))
+    except RuntimeError:
+        return False
 
 
 def _differs(kind: str, name: str) -> RuntimeError:
@@ -167,7 +191,8 @@ def _same_tensor(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     try:
-        return same_values(one.detach().to(other.device), other.detach())
+        one, other = one.detach(), other.detach()
+        return same_values(one if one.device == other.device else one.to(other.device), other)
     except RuntimeError:  # of a layout or dtype without a comparison
         return False
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,9 +26,17 @@ from lockstep.strategies.data.batch_slices import move
 from lockstep.strategies.data.sample_axis import SampleCutter
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.devices import nth_device
-from lockstep.strategies.dp.copies import Copies, Replaced, join, large_values, refuse_returned, unchanged
+from lockstep.strategies.dp.copies import (
+    Copies,
+    Gradients,
+    join_metrics,
+    large_values,
+    refuse_returned,
+    unchanged,
+)
 from lockstep.strategies.dp.ends import in_turn, refuse_differing
 from lockstep.strategies.dp.held import Held, check_hooks
+from lockstep.strategies.dp.parts import Replaced
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.program.contexts import refuse_contexts
 from lockstep.strategies.losses import detach, own_backward_refused, split_loss
@@ -37,8 +45,27 @@ from lockstep.strategies.modules.model_changes import gradient_marks, own_backwa
 from lockstep.strategies.pipeline.microbatches import merged
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.step import weighted_losses
-from lockstep.strategies.sync.buffers import kept_buffers, refusing_counts
+from lockstep.strategies.sync.buffers import kept_buffers_of, refusing_counts
 from lockstep.strategies.sync.counts import PartialCounts
+
+
+@dataclass
+class Slices:
+    """Those of a micro-batch: `parts` of it, each with its number of samples, and what belongs to them."""
+
+    parts: list[tuple[Any, int]]
+    held: Held
+    large: list[tuple[str, Any]]
+    first: Replaced
+    copies: list[Copies]
+    gradients: Gradients
+    losses: list[tuple[list[Tensor], float]] = field(default_factory=list)
+    """Of each slice that has run, with what they count."""
+
+    def parameters(self, index: int) -> list[nn.Parameter]:
+        """Those of the model as a slice finds them."""
+        return [*self.copies[index - 1].of_each(self.held.parameters)] if index else self.held.parameters
+
 
 _INSTEAD = "count in on_train_batch_start or on_train_batch_end, or self.log it"
 
@@ -75,6 +102,8 @@ class DataParallel(SPMDStrategy):
         """Buffers that may count samples."""
         self._counts: PartialCounts | None = None
         self._cutter: SampleCutter | None = None
+        self._held: Held | None = None
+        """What the model held as the last micro-batch began."""
 
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
@@ -92,6 +121,14 @@ class DataParallel(SPMDStrategy):
         self._suspects.clear()
         self._counts = None
         return self.topology
+
+    def teardown(self) -> None:
+        self._held = None
+        super().teardown()
+
+    def synchronize(self, wrapped: nn.Module) -> None:
+        self._held = None  # an evaluation may need the memory of what was replaced since
+        super().synchronize(wrapped)
 
     def check(self, model: nn.Module) -> None:
         refuse_embeddings(model, self.num_devices, self.name)
@@ -121,7 +158,6 @@ class DataParallel(SPMDStrategy):
     def _in_slices(self, wrapped: nn.Module, step_fn: StepFn, window: Window, hooks: StepHooks) -> StepResult:
         if self.precision.scaler is not None:
             self.precision.scaler.end_step()
-        check_hooks(wrapped)
         if not environment.in_plan():
             refuse_contexts("the slices of strategy 'dp'")
         self._cutter = self._cutter or SampleCutter()
@@ -129,61 +165,68 @@ class DataParallel(SPMDStrategy):
         for number, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
             if not micro_batch.num_samples:  # a collate function has kept none
                 continue
-            parts = self._cutter.cut(micro_batch.batch, micro_batch.num_samples, self.num_devices)
-            devices = [self._device_of(index) for index in range(len(parts))]
-            held = Held(wrapped)
-            large = large_values(held, devices)
-            first, copies = Replaced(), [Copies(held, device, large) for device in devices[1:]]
-            turns = functools.partial(in_turn, wrapped, first, copies)
-            with unchanged(large):
-                outputs = self._forward(
-                    wrapped, step_fn, micro_batch, parts, functools.partial(turns, start=held), hooks
-                )
-                refuse_differing(copies)
-            whole = merged(
-                [(move(output, self.topology.device, None), n) for output, (_, n) in zip(outputs, parts, strict=True)]
-            )
-            losses: list[list[Tensor]] = []
-            for output, (_, num_samples) in zip(outputs, parts, strict=True):
-                found, counted = weighted_losses(output, num_samples, 1 / window.num_samples, None)
-                losses.append([value for value, *_ in found])
-                count += counted
-            total = [value for each in losses for value in each]
-            weighted += sum(value.item() for value in total) if self.topology.device.type == "cpu" else 0.0
-            if total and hooks.before_backward is not None:
-                hooks.before_backward(split_loss(whole, micro_batch.num_samples)[0])  # type: ignore[arg-type]
-            turns(functools.partial(self._backward, losses))
-            join(wrapped, copies)
-            micro_batch.output = detach(whole)
-            if total and hooks.after_backward is not None and number < last:
+            slices = self._cut(wrapped, micro_batch)
+            with unchanged(slices.large):
+                outputs = self._run(slices, step_fn, micro_batch, 1 / window.num_samples, hooks)
+                refuse_differing(slices.copies, self._on_cpu)
+            join_metrics(slices.held, slices.copies)
+            slices.gradients.add_up()
+            losses = [value for found, _ in slices.losses for value in found]
+            count += sum(counted for _, counted in slices.losses)
+            weighted += sum(value.item() for value in losses) if self._on_cpu else 0.0
+            micro_batch.output = detach(outputs)
+            if losses and hooks.after_backward is not None and number < last:
                 hooks.after_backward()
         bad = None if math.isfinite(weighted) else "the loss of rank 0"
         loss = weighted * window.num_samples / count if count and self.topology.device.type == "cpu" else None
         result = StepResult(count, hooks.vote().stop, bad, loss)
         return self._conclude(wrapped, result, hooks, window.num_samples)
 
-    def _forward(
-        self,
-        wrapped: nn.Module,
-        step_fn: StepFn,
-        micro_batch: MicroBatch,
-        parts: list[tuple[Any, int]],
-        turns: Callable[[Callable[[int], Any]], list[Any]],
-        hooks: StepHooks,
-    ) -> list[Any]:
-        """What the step returns for each slice, in `turns`."""
-        own, held = parts[0][1], functools.partial(kept_buffers, wrapped)
-        refusing = refusing_counts(held, own, micro_batch.num_samples, self.name, [parts[0][0]], self._suspects)
-        counts = self._counts = self._counts or PartialCounts({"": wrapped}, len(parts), self.name, _INSTEAD)
+    def _cut(self, wrapped: nn.Module, micro_batch: MicroBatch) -> Slices:
+        assert self._cutter is not None
+        parts = self._cutter.cut(micro_batch.batch, micro_batch.num_samples, self.num_devices)
+        devices = [self._device_of(index) for index in range(len(parts))]
+        held = self._read(wrapped)
+        check_hooks(held)
+        large = large_values(held, devices)
+        copies = [Copies(held, device, large) for device in devices[1:]]
+        return Slices(parts, held, large, Replaced(), copies, Gradients(copies))
+
+    def _read(self, wrapped: nn.Module) -> Held:
+        """What the model holds now."""
+        if self._held is None or not self._held.is_of(wrapped):
+            self._held = Held(wrapped)
+        return self._held
+
+    def _run(self, slices: Slices, step_fn: StepFn, micro_batch: MicroBatch, scale: float, hooks: StepHooks) -> Any:
+        """What the step returns for the micro-batch, joined from slices, after their backwards."""
+        parts, held = slices.parts, slices.held
+        own = parts[0][1]
+        kept = functools.partial(kept_buffers_of, held.buffered)
+        refusing = refusing_counts(kept, own, micro_batch.num_samples, self.name, [parts[0][0]], self._suspects)
+        counts = self._counts = self._counts or PartialCounts({"": held.model}, len(parts), self.name, _INSTEAD)
         counts.begin()
         contexts, rates = [hooks.log_scope(n) for _, n in parts], hooks.vote().rates
         later = step_fn.of_slice() if hasattr(step_fn, "of_slice") else step_fn
 
         def forward(index: int) -> Any:
-            with contexts[index] if index else refusing:
-                output = self._step(wrapped, later if index else step_fn, parts[index][0], micro_batch.batch_idx, index)
+            part, num_samples = parts[index]
+            with nullcontext() if index else refusing:
+                output = self._step(slices, later if index else step_fn, micro_batch.batch_idx, index)
             if not index:
-                counts.end(own, parts[0][0], output)
+                counts.end(own, part, output)
+            found, counted = weighted_losses(output, num_samples, scale, None)
+            slices.losses.append(([value for value, *_ in found], counted))
+            return output
+
+        def forward_and_backward(index: int) -> Any:
+            with contexts[index] if index else nullcontext():
+                output = forward(index)
+                if hooks.before_backward is None:
+                    backward(index)
+                    losses, counted = slices.losses[index]
+                    slices.losses[index] = [loss.detach() for loss in losses], counted
+                    output = detach(output)  # so that the memory of its graph is free for the next slice
             if index == len(parts) - 1 and hooks.vote().rates != rates:
                 raise RuntimeError(
                     "training_step changed a learning rate, momentum or weight decay, and strategy 'dp' runs it on "
@@ -191,18 +234,31 @@ class DataParallel(SPMDStrategy):
                 )
             return output
 
-        with contexts[0]:  # which counts what all have logged, once metrics are in their places again
-            return turns(forward)
+        def backward(index: int) -> None:
+            scaler = self.precision.scaler
+            losses = slices.losses[index][0]
+            slices.gradients.backward(index, losses if scaler is None else [*map(scaler.scale, losses)])
 
-    def _step(self, wrapped: nn.Module, step_fn: StepFn, part: Any, batch_idx: int, index: int) -> Any:
+        with contexts[0]:  # which counts what all have logged, once metrics are in their places again
+            outputs = in_turn(held, slices.first, slices.copies, forward_and_backward)
+        moved = [(move(output, self.topology.device, None), n) for output, (_, n) in zip(outputs, parts, strict=True)]
+        whole = merged(moved)
+        if hooks.before_backward is not None:
+            if any(losses for losses, _ in slices.losses):
+                hooks.before_backward(split_loss(whole, micro_batch.num_samples)[0])  # type: ignore[arg-type]
+            in_turn(self._read(held.model), slices.first, slices.copies, backward)
+        return whole
+
+    def _step(self, slices: Slices, step_fn: StepFn, batch_idx: int, index: int) -> Any:
         """What the step returns for a slice, on its device."""
-        named = [*wrapped.named_parameters()]
-        parameters = [parameter for _, parameter in named]
+        parameters = slices.parameters(index)
         marks = gradient_marks(parameters)
         with self._on(self._device_of(index)) as device, self.precision.autocast(device):
-            output = step_fn(move(part, device, None, kept=None if self._on_cpu else "cpu"), batch_idx)
+            part = move(slices.parts[index][0], device, None, kept=None if self._on_cpu else "cpu")
+            output = step_fn(part, batch_idx)
         if marks != gradient_marks(parameters):
-            raise own_backward(remarked(named, marks))
+            names = [name for name, _ in slices.held.model.named_parameters()]
+            raise own_backward(remarked(zip(names, parameters, strict=False), marks))
         if type(output) is not Tensor:
             refuse_returned(output, parameters)
         return output
@@ -217,10 +273,6 @@ class DataParallel(SPMDStrategy):
                 yield device
         finally:
             self.topology = whole
-
-    def _backward(self, losses: list[list[Tensor]], index: int) -> None:
-        for loss in losses[index]:
-            (loss if self.precision.scaler is None else self.precision.scaler.scale(loss)).backward()
 
     def _device_of(self, index: int) -> torch.device:
         num_devices = torch.cuda.device_count() if self.topology.device.type == "cuda" else self.num_devices

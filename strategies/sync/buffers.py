@@ -227,9 +227,14 @@ def share_buffers(
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
     """By name the buffers of the state dict, but for statistics of normalizing layers."""
+    return kept_buffers_of(model.named_modules())
+
+
+def kept_buffers_of(named_modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Tensor]:
+    """`kept_buffers` of these modules themselves."""
     return {
         f"{name}.{key}".lstrip("."): buffer
-        for name, module in model.named_modules()
+        for name, module in named_modules
         if not isinstance(module, _NORMS)
         for key, buffer in _kept(module)
     }

@@ -68,6 +68,19 @@ def test_step_overhead(run: Run, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "numbers.json"], "runs of the benchmark leave nothing behind"
 
 
+@pytest.mark.long
+def test_dp_slices(run: Run, tmp_path: Path) -> None:
+    output, numbers = run(
+        "dp_slices", "--rounds", "2", "--steps", "3", "--match", "MLP", file=tmp_path / "numbers.json"
+    )
+    results = numbers["results"]
+    assert set(results) == {
+        f"{model}, {who}" for model in ("MLP", "MLP, large containers") for who in ("by hand", "dp")
+    }
+    sane(results, "us", output, 2, least=1, most=1e8)
+    assert list(tmp_path.iterdir()) == [tmp_path / "numbers.json"], "runs of the benchmark leave nothing behind"
+
+
 @pytest.mark.slow  # fresh processes; step_overhead and additions measure ranks and steps every day
 @pytest.mark.parametrize("match", ["fsdp", ""])
 def test_engines(match: str, run: Run, tmp_path: Path) -> None:

@@ -113,12 +113,12 @@ def test_devices_of_model_take_turns_and_those_of_dp_wait_for_each_other() -> No
         timing.estimate(of("dp", 16), device)
 
 
-def test_accumulation_copies_parameters_for_each_micro_batch() -> None:
+def test_accumulation_copies_parameters_for_each_micro_batch_and_the_gradients_before_it() -> None:
     once, twice = (
         sum(call.bytes for call in by_device(of("dp", 2, n=32, accumulate_grad_batches=k))["device 1"].transfers)
         for k in (1, 2)
     )
-    assert twice == 2 * once
+    assert twice == 2 * once + 4 * NUMEL
 
 
 class Joins(Module):
