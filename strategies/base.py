@@ -176,8 +176,8 @@ class StepHooks(NamedTuple):
     """Named generators that a step may draw from, as from torch's own; it may add some."""
     log: Callable[[str, float, str, float], None] | None = None
     """Takes what a strategy measures of a batch: name, value, "mean" or "max", weight."""
-    folder: str | None = None
-    """The run's folder, in which a strategy may record what it did."""
+    folder: str | None = None  # the run's, in which a strategy may record what it did
+    shares_outputs: bool = False  # whether each rank needs what the step returned, also those that run a part of it
     automatic: bool = True
     """False if the step itself runs backward and steps (manual optimization): it is called only, on padding too."""
 

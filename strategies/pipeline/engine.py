@@ -213,9 +213,8 @@ class Engines:
         if last and hooks.whole_gradients and (self._topology.data_size > 1 or wrapped.tied.by_group):
             raise partial_gradient("what ranks of a pipeline have in common is summed once a step")
         for i, micro_batch in enumerate(window.micro_batches if hooks.prepare is None else hooks.prepare(window)):
-            before = send if i == last else None
-            scale = 1 / window.num_samples
-            feeds = feeds_of(micro_batch, self._cutter, step_fn, scale, (*noise, i), hooks, before, tally)
+            how = 1 / window.num_samples, (*noise, i), hooks, send if i == last else None, tally
+            feeds = feeds_of(micro_batch, self._cutter, step_fn, *how)
             tally.outputs = []
             wrapped.state.refuse_apart()
             with kept_streams(), wrapped.state.micro_batch([p.num_samples for feed in feeds for p in feed.parts]):
@@ -232,6 +231,8 @@ class Engines:
             if feeds and hooks.after_backward is not None and i < last:
                 hooks.after_backward()
             micro_batch.output = merged(tally.outputs) if self._topology.is_reporting_rank else None
+            if hooks.shares_outputs and feeds:
+                micro_batch.output = wrapped.links.shared(micro_batch.output, wrapped.rank_of[-1])
             self.num_done = i + 1 if i < last else 0
 
     def _run(self, wrapped: Staged, feed: Feed) -> None:

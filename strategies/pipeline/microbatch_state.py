@@ -29,9 +29,12 @@ from lockstep.strategies.pipeline.state.found import (
     Found,
     Place,
     are_other,
+    children_of,
     differences,
     equal,
+    exchanged,
     holder_of,
+    put_children,
     restore,
     scan,
 )
@@ -68,9 +71,12 @@ class StepState:
         self._layers: list[Any] = [m for m in (*own, *free) if not is_of_torch(m)]
         self._plain = PlainAttributes(m for m in inside | free if is_of_torch(m) and not is_metric(m))
         self._own_code, self._hooked, self._registered = self._layers, [*own, *free, *outside], -1
+        self._parents = [m for m in outside if m._modules]
+        self._parents_in_layers = [m for m in (*own, *free) if m._modules]
         self._tensors = [t for m in (*outside, *free) if not measures(m) for t in _tensors_of(m)]
         self._tensors += [t for m in own for t in _tensors_of(m) if id(t) in shared]
         self._of_layers = [m for m in own if not measures(m)]
+        self._with_tensors = [m for m in outside if not measures(m) and (m._parameters or m._buffers)]
         self._layer_tensors = [t for m in self._of_layers for t in _tensors_of(m)]
         self._statistics = [b for m in outside if measures(m) for b in m._buffers.values() if b is not None]
         self._watch = Watch(model, outside, self._own_code)
@@ -83,8 +89,7 @@ class StepState:
         self._evaluated: tuple[Found, list[int], Snapshot | None] | None = None
         self._kept = NOTHING
         self._changed_once: set[tuple[int, str, Any]] = set()
-        self._changed_now: dict[tuple[int, str, Any], Any] = {}
-        """In this micro-batch, and to what."""
+        self._changed_now: dict[tuple[int, str, Any], Any] = {}  # in this micro-batch, and to what
         self._changed_by_hooks: set[tuple[int, str, Any]] = set()
         self._held: dict[Place, Tensor] | None = None
         self._partial: set[Place] = set()
@@ -111,9 +116,10 @@ class StepState:
             self._watch.watch_layers(holder for holder in self._layers if isinstance(holder, nn.Module))
         self._kept, cut = self._now_in_layers(), len(sizes_of_parts) > 1
         tensors = [*self._tensors, *self._layer_tensors] if cut else self._tensors
-        versions = [t._version for t in tensors]
+        versions, self._children = [t._version for t in tensors], children_of(self._parents_in_layers)
         self._watch.begin(len(sizes_of_parts))
-        bits = self._bits() if cut and self._watch.is_watching else {}
+        reads_bits = cut and (self._watch.is_watching or self._watch.writes_data)
+        bits = self._bits(self._watch.is_watching) if reads_bits else {}
         yield
         self._refuse_counting(self._now_in_layers())  # in the backward
         self._refuse_grown(self._start, self._now(), "training_step")
@@ -121,8 +127,9 @@ class StepState:
         if versions != [t._version for t in tensors]:
             changed = [t for t, before in zip(tensors, versions, strict=True) if t._version != before]
             self._refuse_in_place(changed[0])
-        for place, (tensor, now) in self._bits().items() if bits else ():
-            if place in bits and bits[place][1] != now:
+        for place, (tensor, now) in self._bits(self._watch.is_watching).items() if bits else ():
+            is_other = place in bits and bits[place][0] is not tensor  # beside the layers it is followed
+            if place in bits and bits[place][1] != now and not (is_other and place[0] in self._with_tensors):
                 self._refuse_in_place(tensor)
         slots = [Slot(holder_of(*p), p[1] if p[2] is None else p[2], self._name(p), None) for p in self._partial]
         for slot in (*slots, *self._watch.partial()):
@@ -249,9 +256,8 @@ class StepState:
         self._watch.calling()
 
     def refuse_apart(self) -> None:
-        """Raise RuntimeError naming a number that hooks have changed on the rank of the last stage alone, as those do
-        that use `outputs`, and that steps use. What refuses use there does so on all. All ranks of the pipeline call
-        it before a micro-batch."""
+        """Raise RuntimeError naming a number that hooks have changed on the rank of the last stage alone, and that
+        steps use. What refuses use there does so on all. All ranks of the pipeline call it before a micro-batch."""
         if not self._watch.are_due or self._end is None:
             return
         before, now = self._end.numbers, self._now().numbers
@@ -268,8 +274,7 @@ class StepState:
             if name in theirs and name not in changed and theirs[name] != repr(value):
                 raise RuntimeError(
                     f"a hook has set self.{name} on the rank of the last stage of a pipeline alone, and the step uses "
-                    "it on all; only that rank is given outputs, so log the value in training_step (self.log) and set "
-                    "it from trainer.callback_metrics, or use another strategy"
+                    "it on all; set it on every rank, which all are given outputs, or from trainer.callback_metrics"
                 )
 
     # ---- helpers ---------------------------------------------------------------------------------------
@@ -279,7 +284,7 @@ class StepState:
 
     def _now(self) -> Found:
         found = scan([*self._outside, *(p for p in self._parameters if p.__dict__)], self._watch.storing_items)
-        return found._replace(plain=self._plain.now())
+        return found._replace(plain=self._plain.now(), children=children_of(self._parents))
 
     def _now_in_layers(self) -> Found:
         return scan(self._layers, self._watch.storing_items)
@@ -287,6 +292,7 @@ class StepState:
     def _put(self, found: Found) -> None:
         restore(found, self._now().numbers)
         self._plain.put(found.plain)
+        put_children(found.children)
 
     def _follow(self, is_last: bool) -> None:
         """After a run of the step: what it leaves is what the others leave."""
@@ -313,6 +319,8 @@ class StepState:
             )
         self._held = held
         self._refuse_counting(layers)
+        for module, name in exchanged(self._children, children_of(self._parents_in_layers)):
+            refuse(f"calls a layer that exchanges {self._name((module, name, None))}", f"exchange it {ADVICE}")
 
     def _may_be_cache(self, place: Place) -> bool:
         """Whether each run finds nothing in a place, or what the micro-batch found, and may fill it alike."""
@@ -366,9 +374,10 @@ class StepState:
                     what = "hook" if isinstance(place[0], Enclosed) else "layer"
                     refuse(f"calls a {what} that counts in {self._name(place)}", f"count {ADVICE}")
 
-    def _bits(self) -> dict[tuple[nn.Module, str], tuple[Tensor, int]]:
-        """Of the tensors of layers, by place, as a layer may make some: `.data` is changed past their versions."""
-        held = (((m, n), t) for m in self._of_layers for n, t in chain(m._parameters.items(), m._buffers.items()))
+    def _bits(self, of_layers: bool) -> dict[tuple[nn.Module, str], tuple[Tensor, int]]:
+        """Of tensors, by place, as a layer may make some: `.data` is changed past their versions."""
+        modules = (*self._with_tensors, *(self._of_layers if of_layers else ()))
+        held = (((m, n), t) for m in modules for n, t in chain(m._parameters.items(), m._buffers.items()))
         here = [(place, t) for place, t in held if t is not None and is_here(t) and t.layout is torch.strided]
         return {place: (t, int(sum_of_bits(t))) for place, t in here if not t.is_meta and not t.is_quantized}
 

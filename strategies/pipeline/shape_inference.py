@@ -94,6 +94,7 @@ class ShapeInference:
         self._free = parts.free()
         self._mode = Mode()
         self._beside_layers = beside_layers
+        self._parents = [shell for _, shell in parts.shells]
         self.layers = FakeLayers(parts.layers, model, self._mode, device)
         own: list[Any] = [shell._parameters[name] for shell, name in beside_layers]
         with self._mode:
@@ -138,7 +139,10 @@ class ShapeInference:
             for leaf in leaves
         )
         autocast = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-        return str(spec), kinds, self._net.training, *autocast
+        children = [
+            id(child) for module in self._parents for child in module._modules.values()
+        ]  # a step may exchange some
+        return str(spec), kinds, tuple(children), self._net.training, *autocast
 
     def layout(self, args: Any, kwargs: Any) -> Layout:
         """The layout for these arguments of the module, whose layers must call `layer` meanwhile.

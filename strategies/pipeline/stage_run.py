@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import warnings
 from collections import Counter
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.pipeline.shapes.containers import Returned, containers, shapes
 from lockstep.strategies.pipeline.shapes.fake_tensors import Blank, Source
+from lockstep.strategies.sync.collectives import broadcast_object
 
 Place = tuple[nn.Module, str, Any]
 """An attribute of a module; in a dict or list, with its key."""
@@ -245,6 +247,17 @@ class Links:
         for tensor in tensors:
             dist.recv(tensor, group=self._group, group_src=rank)
         return tensors
+
+    def shared(self, output: Any, rank: int) -> Any:
+        """What the step has returned on the rank of the last stage, on each, for hooks that use it."""
+        try:
+            found = broadcast_object(output, rank, self._group)
+        except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError) as error:
+            raise TypeError(
+                f"hooks of a batch use outputs, but what a step of the pipeline returned cannot be sent to the "
+                f"ranks of other stages ({error}); return tensors, numbers, or containers and dataclasses of them"
+            ) from error
+        return tree_map_only(Tensor, lambda tensor: tensor.to(self._device), found)
 
     def outside(self) -> None:
         """The pipelined module is called outside of a step, by every rank."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -179,6 +180,11 @@ class StageTensors:
 
         `shards` are a `sharded_stages.Shards` if layers are sharded, else None.
         """
+        named = chain(self._model.named_parameters(), self._model.named_buffers())
+        names = {
+            tensor: name for name, tensor in named if isinstance(tensor, Absent)
+        }  # steps may have exchanged layers
+        path = {lost.absent: names.get(lost.absent, lost.absent.absent_path) for lost in self._lost}
         for lost in self._lost:
             _put(lost, None)
         if shards is not None:
@@ -189,10 +195,10 @@ class StageTensors:
         parameters: dict[Absent, nn.Parameter] = {}
         for lost in self._lost:
             if not lost.absent._is_param:
-                _put(lost, values.get(lost.absent.absent_path, lost.value))
+                _put(lost, values.get(path[lost.absent], lost.value))
                 continue
             if lost.absent not in parameters:
-                whole = nn.Parameter(values[lost.absent.absent_path], requires_grad=lost.absent.requires_grad)
+                whole = nn.Parameter(values[path[lost.absent]], requires_grad=lost.absent.requires_grad)
                 copy_attributes(lost.absent, whole)
                 parameters[lost.absent] = whole
             _put(lost, parameters[lost.absent])

@@ -306,8 +306,8 @@ class Pipeline(StagedStrategy):
     on every rank, for each part of the batch, as far as the layers of that rank go; on the rank of the last stage
     it runs to its end, and what it logs and returns there counts. Tensors of a batch whose first dimension is the
     number of samples are cut into parts, as are lists of that length; the rest is given to each part whole.
-    `on_before_backward` is called there for each part; `on_train_batch_end` and the like get outputs there and
-    None on other ranks.
+    `on_before_backward` is called there for each part; `on_train_batch_end` and the like that use their `outputs` get
+    them on every rank.
 
     `schedule`: "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv" or "dualpipev".
     `num_micro_batches`: parts of a micro-batch; None takes as many as there are stages.
@@ -389,7 +389,8 @@ class Pipeline(StagedStrategy):
         noise = mix(self._seed or 0, self.topology.data_rank, *(arg for arg in args if isinstance(arg, int)))
         with kept_streams(), self.precision.autocast(self.topology.device), wrapped.gathered(), refusing(PARTS, True):
             seed_streams(noise)  # the step begins alike on all ranks
-            return wrapped.run_evaluation(noise, lambda: step_fn(micro_batch.batch, *args), hooks.log_scope)
+            output = wrapped.run_evaluation(noise, lambda: step_fn(micro_batch.batch, *args), hooks.log_scope)
+        return wrapped.links.shared(output, wrapped.rank_of[-1]) if hooks.shares_outputs else output
 
     def clip_gradients(
         self, wrapped: Staged, optimizer: Optimizer, value: float, algorithm: str = "norm"

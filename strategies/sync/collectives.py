@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.strategies.launch import environment
+from lockstep.strategies.launch import environment, payload
 from lockstep.strategies.launch.process_group import new_group
 from lockstep.strategies.sync.collective_fingerprint import counting_once
 from lockstep.strategies.sync.contents import sum_of_bits
@@ -51,6 +54,36 @@ def first_held(value: Any) -> Any:
     held = [value]
     dist.broadcast_object_list(held, int(all_gather(torch.tensor(int(value is not None))).argmax()))
     return held[0]
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The values of all ranks of the group, any objects, with tensors on the CPU."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    own = _dumps(value)
+    dist.all_gather_object(found, own, group=group)
+    return [pickle.loads(each) for each in found]
+
+
+def broadcast_object(value: Any, group_src: int, group: dist.ProcessGroup | None = None) -> Any:
+    """The value of a rank of the group, any object, on the others, with tensors on the CPU."""
+    is_source = dist.get_rank(group) == group_src
+    held = [_dumps(value) if is_source else b""]
+    dist.broadcast_object_list(held, group_src=group_src, group=group)
+    return value if is_source else pickle.loads(held[0])
+
+
+class _Pickler(payload.Pickler):
+    """Names classes of the program where each rank is the program."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        by_name = isinstance(obj, type) and getattr(sys.modules.get(obj.__module__), obj.__qualname__, None) is obj
+        return NotImplemented if by_name and not environment.started_by_lockstep() else super().reducer_override(obj)
+
+
+def _dumps(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, None).dump(value)
+    return file.getvalue()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -37,6 +37,10 @@ _NO_COMPILE = (
     "compile=True builds a graph for each layer of a pipeline and one of the whole model elsewhere, so with "
     "virtual_ranks the bits would depend on the ranks; use strategy='ddp', or remove it"
 )
+_NO_OUTPUTS = (
+    "on_train_batch_end uses its outputs, which with virtual_ranks and accumulate_grad_batches ranks of a pipeline "
+    "have at the end of the window only; log in training_step (self.log), remove one of the two, or use strategy='ddp'"
+)
 _DTYPES = torch.float32, torch.float64
 
 
@@ -120,6 +124,8 @@ class VirtualPipeline(StagedStrategy, VirtualStep[Staged]):
         if not hooks.automatic:
             self._refuse("manual_optimization")
         refuse_parts(window, hooks)
+        if hooks.shares_outputs and len(window.micro_batches) > window.num_shares:
+            raise RuntimeError(_NO_OUTPUTS)
         self._step_hooks = hooks
         hooks = hooks._replace(prepare=partial(prepared, hooks=hooks, changes=self._changes))
         self._steps_seen += 1
@@ -135,6 +141,8 @@ class VirtualPipeline(StagedStrategy, VirtualStep[Staged]):
                 lambda: gradients.append(self.take_gradients(wrapped)),
             )
             engines.run_shares(shares, partial(self._send_numbers, shares))  # type: ignore[attr-defined]
+        for micro_batch in window.micro_batches if hooks.shares_outputs else ():
+            micro_batch.output = wrapped.links.shared(micro_batch.output, wrapped.rank_of[-1])
         if before != self._weights():
             raise self._changed(wrapped, before, None)
         self.put_gradients(gradients.total())
@@ -208,7 +216,8 @@ class VirtualPipeline(StagedStrategy, VirtualStep[Staged]):
             return None
         wrapped.links.begin()
         with self._in_shares(wrapped, hooks), self.precision.autocast(self.topology.device):
-            return wrapped.run_evaluation(None, lambda: step_fn(micro_batch.batch, *args), hooks.log_scope)
+            output = wrapped.run_evaluation(None, lambda: step_fn(micro_batch.batch, *args), hooks.log_scope)
+        return wrapped.links.shared(output, wrapped.rank_of[-1]) if hooks.shares_outputs else output
 
     # ---- clipping ------------------------------------------------------------------------------------
 

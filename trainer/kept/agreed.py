@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from lockstep.strategies.sync.contents import same_values
 from lockstep.trainer.kept.owners import shown
+from lockstep.trainer.kept.values import fields
 
 
 def alike(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -56,11 +59,13 @@ def is_equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and same_values(one, other)
+        return one.dtype == other.dtype and one.shape == other.shape and same_values(one, other.to(one.device))
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(is_equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
+    if dataclasses.is_dataclass(one) and not isinstance(one, type):
+        return is_equal(fields(one), fields(other))
+    if isinstance(one, list | tuple | deque):
         return len(one) == len(other) and all(map(is_equal, one, other))
     return bool(one == other) or (one != one and other != other)

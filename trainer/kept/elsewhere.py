@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import pickle
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.strategies.launch import environment, payload
+from lockstep.strategies.sync.collectives import gather_objects
 from lockstep.trainer.kept.agreed import is_equal
 from lockstep.trainer.kept.identity import in_state_dict
 from lockstep.trainer.kept.owners import layers
@@ -25,6 +21,7 @@ from lockstep.trainer.kept.values import (
     drop,
     fields,
     is_same,
+    is_savable,
     mark_of,
     on_host,
     own_data,
@@ -45,20 +42,19 @@ def layers_alike(strategy: Strategy, module: nn.Module) -> Iterator[None]:
     if strategy.rank_of_layer is None:
         yield
         return
-    before = {path: _marks(layer) for path, layer in layers(module)}
+    before = {path: _marks_of_layer(layer) for path, layer in layers(module)}
     yield
     if not (rank_of := strategy.rank_of_layer):
         return
     rank, weights, own = strategy.topology.rank, storages(in_state_dict(module)), dict(layers(module))
     runs_on = {path: _owner(path, rank_of) for path in own}
     sent = {
-        path: _held(layer, weights, before.get(path, {}), runs_on[path] == rank)
+        path: _held(layer, weights, before.get(path, ({}, {})), runs_on[path] == rank)
         for path, layer in own.items()
         if runs_on[path] in (rank, None)
     }
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, _dumps(sent))
-    others = {source: pickle.loads(found[source]) for source in sorted({*rank_of.values()} - {rank})}
+    found = gather_objects(sent)
+    others = {source: found[source] for source in sorted({*rank_of.values()} - {rank})}
     for path, layer in own.items():
         if (source := runs_on[path]) is not None:
             if path in others.get(source, {}):
@@ -91,52 +87,52 @@ class _Held(NamedTuple):
     """The attributes of each."""
 
 
-def _held(layer: nn.Module, weights: set[int | None], before: Mapping[str, Mark], is_own: bool) -> _Held:
+Marks = Mapping[str, Mark]
+
+
+def _held(layer: nn.Module, weights: set[int | None], found: tuple[Marks, Mapping[str, Marks]], is_own: bool) -> _Held:
     """Only what has changed since `before`: the rest is alike on all ranks. Views of weights are not sent."""
+    before, of_parameters = found
     attributes = {
-        name: on_host(value)
-        for name, value in own_data(layer).items()
-        if not is_same(before.get(name, NOTHING), _mark(value))
+        name: value
+        for name, value in _changed(layer, before).items()
         if not isinstance(value, Tensor) or (value.grad_fn is None and weights.isdisjoint(storages([value])))
     }
-    parameters = {name: own_data(p) for name, p in layer._parameters.items() if p is not None and is_own}
+    held = {name: p for name, p in layer._parameters.items() if p is not None and is_own}
+    parameters = {n: _changed(p, of_parameters.get(n, {})) for n, p in held.items()}
     return _Held(attributes, [*caches_of(layer)], [*fields(layer)], parameters)
+
+
+def _changed(owner: Any, before: Marks) -> dict[str, Any]:
+    own = own_data(owner).items()
+    return {name: on_host(value) for name, value in own if not is_same(before.get(name, NOTHING), _mark(value))}
 
 
 def _take_all(layer: nn.Module, held: _Held) -> None:
     for name in own_data(layer).keys() - {*held.names}:
         drop(layer, name)
-    own = fields(layer)
-    take_layer(layer, {n: v for n, v in held.attributes.items() if not _is_same(own.get(n), v)}, held.caches)
+    take_layer(layer, _others(fields(layer), held.attributes), held.caches)
     for name in layer._parameters.keys() & held.parameters:
-        take_data(layer._parameters[name], held.parameters[name])
+        own: Any = layer._parameters[name]
+        take_data(own, _others(vars(own), held.parameters[name]))
 
 
-def _is_same(now: Any, value: Any) -> bool:
-    """Whether it is a tensor with these values, which stays the one that it is for whoever else holds it."""
-    return isinstance(now, Tensor) and isinstance(value, Tensor) and is_equal(now, value.to(now.device))
+def _others(own: Mapping[str, Any], attributes: dict[str, Any]) -> dict[str, Any]:
+    """Those that are not there, as what is equal stays the object that it is for whoever else holds it."""
+    return {name: value for name, value in attributes.items() if name not in own or not is_equal(own[name], value)}
 
 
-def _marks(layer: nn.Module) -> dict[str, Mark]:
-    return {name: _mark(value) for name, value in own_data(layer).items()}
+def _marks_of_layer(layer: nn.Module) -> tuple[Marks, dict[str, Marks]]:
+    return _marks(layer), {name: _marks(p) for name, p in layer._parameters.items() if p is not None}
+
+
+def _marks(owner: Any) -> dict[str, Mark]:
+    return {name: _mark(value) for name, value in own_data(owner).items()}
 
 
 def _mark(value: Any) -> Mark:
-    return mark_of(tuple(fields(value).values()) if dataclasses.is_dataclass(value) else value, MOST_ITEMS)
-
-
-class _Pickler(payload.Pickler):
-    """Names classes of the program where each rank is the program."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        by_name = isinstance(obj, type) and getattr(sys.modules.get(obj.__module__), obj.__qualname__, None) is obj
-        return NotImplemented if by_name and not environment.started_by_lockstep() else super().reducer_override(obj)
-
-
-def _dumps(value: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, None).dump(value)
-    return file.getvalue()
+    found = mark_of(tuple(fields(value).values()) if dataclasses.is_dataclass(value) else value, MOST_ITEMS)
+    return found if is_savable(found) or isinstance(value, Tensor) else (None, object())  # it is not read whole
 
 
 def _owner(path: str, rank_of: Mapping[str, int]) -> int | None:

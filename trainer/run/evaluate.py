@@ -20,6 +20,7 @@ from lockstep.strategies.launch.phase import set_phase
 from lockstep.strategies.sync.collective_fingerprint import once_a_sample, refusing
 from lockstep.trainer.checkpoint.rank_state import kept_tensors, put_tensors, torchmetrics_of
 from lockstep.trainer.checkpoint.snapshot import restore_callbacks, restore_datamodule, restore_weights, weights_for
+from lockstep.trainer.kept.outputs import reads_outputs
 from lockstep.trainer.kept.owners import refuse_other_modes
 from lockstep.trainer.metrics.buffers import EvaluatedBuffers
 from lockstep.trainer.metrics.counts import CountsWatch
@@ -272,9 +273,10 @@ def _evaluate_loader(
     limit = run.evaluation_limits[what.kind][index]
     step = once_a_sample(step_function(what.step, 3 if several else 2), strategy.topology)
     own_transfer = transfer_of(module, run.datamodule, strategy.to_device, strategy.topology.device)
-    keeps = what.name == "predict" and run.keeps_predictions
+    keeps = what.name == "predict" and run.keeps_predictions and strategy.topology.is_reporting_rank
     outputs: list[Any] = []
-    step_hooks = StepHooks(log_scope=metrics.part, streams=run.streams)
+    reads = reads_outputs(run, f"on_{what.name}_batch_end")
+    step_hooks = StepHooks(log_scope=metrics.part, streams=run.streams, shares_outputs=reads)
     shares, places = run.shares, (what.name, run.progress.total_batches, index)
     for batch_idx, window in enumerate(loader.windows(0, limit=limit)):
         set_phase(run.progress.global_step, f"{what.name} batch {batch_idx}")

@@ -20,6 +20,7 @@ from lockstep.strategies.base import StepHooks, StepResult, StepVote
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.phase import CALLBACKS, END_OF_STEP, OPTIMIZER_STEP, set_phase
 from lockstep.strategies.optimizers.numbers import hash_of_rates
+from lockstep.trainer.kept.outputs import reads_outputs
 from lockstep.trainer.run import evaluate, loss_means, publish, saving
 from lockstep.trainer.run.guards import check_weight, on_any_rank
 from lockstep.trainer.run.hooks import check_exchanged, is_users, refuse_skip
@@ -113,6 +114,7 @@ def step_hooks_of(run: RunState, loop: FitLoop, automatic: bool) -> StepHooks:
         streams=run.streams,
         log=run.metrics.log_measured,
         folder=run.log_dir,
+        shares_outputs=reads_outputs(run, "on_train_batch_end"),
         automatic=automatic,
     )
     if isinstance(loop.own_step, OwnStep):  # which evaluates windows again

@@ -136,7 +136,7 @@ def _on_rank(
 ) -> dict[str, Any]:
     """What a started rank does; only rank 0's result is brought back."""
     continue_streams(random_streams)
-    returned, tensors, gone = None, _tensors_of_layers(module), Gone()
+    returned, tensors, gone, paths = None, _tensors_of_layers(module), Gone(), _paths(module)
     gone.note({path: (owner, own_data(owner)) for path, owner in _holders(run, module).items()})
     with attached(run, module, sources, stage, ckpt_path):
         if stage == "fit":
@@ -145,7 +145,8 @@ def _on_rank(
             returned = evaluate.run_stage(run, module, sources, stage)
     if not run.is_global_zero:
         return {}
-    return _result(run, module, returned, tensors) | {"gone": gone.names(_holders(run, module))}
+    found = {"gone": gone.names(_holders(run, module)), "children": _exchanged(paths)}
+    return _result(run, module, returned, tensors) | found
 
 
 def _owners(run: RunState) -> list[Any]:
@@ -159,6 +160,22 @@ def _holders(run: RunState, module: Module) -> dict[str, Any]:
     """By name all from which user code may have deleted attributes on the ranks."""
     beside = {f"beside.{i}": owner for i, owner in enumerate(_owners(run))}
     return beside | {f"layers.{path}": layer for path, layer in layers(module)}
+
+
+def _paths(module: Module) -> list[tuple[str, nn.Module, dict[str, Any]]]:
+    """Path and object of each layer, with what it holds."""
+    return [(path, layer, layer._modules.copy()) for path, layer in module.named_modules()]
+
+
+def _exchanged(before: list[tuple[str, nn.Module, dict[str, Any]]]) -> dict[str, dict[str, str | None]]:
+    """What layers hold of those that there were `before`, by path, if that has changed."""
+    path_of = {id(layer): path for path, layer, _ in before} | {id(None): None}
+    return {
+        path: {name: path_of[id(child)] for name, child in layer._modules.items()}
+        for path, layer, held in before
+        if layer._modules != held or [*layer._modules] != [*held]
+        if path_of.keys() >= set(map(id, layer._modules.values()))
+    }
 
 
 def _tensors_of_layers(module: Module) -> dict[tuple[str, str], Mark]:
@@ -232,7 +249,11 @@ def _result(run: RunState, module: Module, returned: Any, tensors: dict[tuple[st
 
 def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
     """Take over what rank 0 brought back."""
-    weights = result["weights"]
+    weights, own = result["weights"], dict(module.named_modules())
+    for path, children in result["children"].items() if own.keys() >= result["children"].keys() else ():
+        found = {name: None if of is None else own.get(of) for name, of in children.items()}
+        own[path]._modules.clear()
+        own[path]._modules.update(found)
     if _places(module).keys() != weights.keys():
         module.configure_model()
     places = _places(module)

@@ -20,6 +20,7 @@ from lockstep.strategies.optimizers.closures import needs_closure
 from lockstep.trainer.checkpoint import rank_state, snapshot
 from lockstep.trainer.kept.changes import Changes
 from lockstep.trainer.kept.numbers import Numbers
+from lockstep.trainer.kept.outputs import before_backward
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import saving
@@ -132,7 +133,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         training_step=training_step,
         transfer=strategy.to_device if transfer is None else lambda batch: transfer(batch, 0),
         clip=_clip(run, module),
-        before_backward=all_of(run.hooks.on_before_backward),
+        before_backward=before_backward(run),
         backward=UsersBackward(module.backward) if overrides(module, "backward", Module) else None,
         after_backward=in_phase(AFTER_BACKWARD, all_of(run.hooks.on_after_backward)),
         counts_manually=not module.automatic_optimization and run.train_dataloader.may_filter,

@@ -4,6 +4,7 @@
 |---|---|---|
 | number, string, enumeration, None, buffer | attributes beside the layers, and dicts there | followed |
 | the same | attributes of layers of torch's classes | followed |
+| module | modules beside the layers | followed |
 | the same | attributes of other layers, hooks, variables of hooks | refused if it changes twice |
 | the same | dicts of more than 100 items into which no step stores any | watched |
 | object, tuple, tensor that takes another's place | attributes, dicts, lists | put back, then partial |
@@ -16,7 +17,7 @@
 
 - followed (`found`): each run begins with what the micro-batch found, and all leave the same, which stays.
 - watched (`watch`): refused by name if it changes. Only in the first four micro-batches and in those whose number is a
-  power of two.
+  power of two; in every one what modules of the program hold whose code stores something (`step_code.stores`).
 - put back: each run of a micro-batch that is watched begins with what the micro-batch found. In layers that set objects
   numbers are put back too, and what their attributes hold in each micro-batch; alike in all runs, it stays.
 - partial: it may be used within the run, and is a `Refusing` afterwards, on all ranks and in the program.

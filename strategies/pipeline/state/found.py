@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,8 @@ class Found(NamedTuple):
     """In attributes."""
     plain: PlainValues = PlainValues([], [])
     """Of layers of torch's classes in the pipelined module, whose forward changes none."""
+    children: Sequence[tuple[nn.Module, dict[str, Any]]] = ()
+    """What modules hold, in its order."""
 
     @property
     def counts(self) -> dict[Place, Any]:
@@ -74,7 +76,7 @@ def scan(holders: Iterable[Any], stored: Collection[str] = ()) -> Found:
     """Numbers, strings and None among the attributes, and in attributes that are dicts and followed; buffers, which a
     step may replace; lists by their lengths, and tensors. Steps store items into dicts that are `stored`."""
     found = Found({}, {}, {})
-    numbers, sizes, tensors, _ = found
+    numbers, sizes, tensors, *_ = found
     for module in holders:
         is_module = isinstance(module, nn.Module | Tensor)
         if isinstance(module, nn.Module) and module._buffers and not measures(module):
@@ -128,6 +130,29 @@ def differences(one: Found, other: Found) -> Iterator[Place]:
         if are_other(before.get(place), now.get(place)):
             yield place
     yield from ((*place, None) for place in one.plain.changed(other.plain))
+    yield from ((*place, None) for place in exchanged(one.children, other.children))
+
+
+def children_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
+    return [(module, module._modules.copy()) for module in modules]
+
+
+def put_children(found: Iterable[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Give modules what they held, in its order."""
+    for module, children in found:
+        if module._modules != children or [*module._modules] != [*children]:
+            module._modules.clear()
+            module._modules.update(children)
+
+
+def exchanged(
+    before: Iterable[tuple[nn.Module, dict[str, Any]]], now: Iterable[tuple[nn.Module, dict[str, Any]]]
+) -> Iterator[tuple[nn.Module, str]]:
+    """Where the same modules hold others."""
+    for (module, one), (_, other) in zip(before, now, strict=False):
+        if one != other or [*one] != [*other]:
+            names = [*one, *other]  # of the same in another order the first stands for all
+            yield module, next((name for name in names if one.get(name) is not other.get(name)), names[0])
 
 
 def are_other(one: Any, other: Any) -> bool:

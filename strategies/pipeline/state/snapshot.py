@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from types import FunctionType
@@ -104,8 +104,8 @@ class Change(NamedTuple):
 
 class Snapshot:
     """All that user code may change in a step, but for numbers and strings in attributes of `modules` and in dicts
-    there that are followed, parameters and buffers; `functions` are those that a step calls. Of each value it knows
-    what tells whether it has changed."""
+    there that are followed, parameters and buffers; `functions` are those that a step calls, and classes those that it
+    `reads`. Of each value it knows what tells whether it has changed."""
 
     def __init__(
         self,
@@ -113,6 +113,7 @@ class Snapshot:
         functions: Iterable[FunctionType],
         known: set[int],
         stored: Collection[str] = (),
+        reads: Callable[[type], bool] = is_read,
     ) -> None:
         self._found: dict[str, _Seen] = {}
         self._copies: list[tuple[nn.Module, Any, Any]] = []
@@ -133,14 +134,14 @@ class Snapshot:
                 self._attribute(f"{path}.{name}" if path else name, vars(module), name, value)
         self._is_global = True
         for module in modules.values():
-            for cls in filter(is_read, type(module).__mro__):
+            for cls in filter(reads, type(module).__mro__):
                 self._class(cls)
         for function in functions:
             for name, value in globals_of(function):
                 shown = f"the global {name}"
                 self._begin(shown)
                 self._note(shown, value, Slot(function.__globals__, name, shown, value))
-                if isinstance(value, type) and is_read(value):
+                if isinstance(value, type) and reads(value):
                     self._class(value)
 
     def changed(self, before: Snapshot) -> Iterator[Change]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from types import FunctionType, MethodType
@@ -11,13 +13,15 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.strategies.launch.failure import libraries
 from lockstep.strategies.launch.program.functions import codes_of, is_users_class, variables_of
 
 
-def functions_of(modules: Iterable[nn.Module], steps: Iterable[str]) -> list[FunctionType]:
-    """The functions of the user's that steps of `modules` may call, by the names in their code."""
+def functions_of(modules: Iterable[nn.Module | type], steps: Iterable[str]) -> list[FunctionType]:
+    """The functions of the user's that steps of `modules`, or of classes of these, may call, by the names in their
+    code."""
     found: dict[FunctionType, type | None] = {}
-    for kind in dict.fromkeys(map(type, modules)):
+    for kind in dict.fromkeys(each if isinstance(each, type) else type(each) for each in modules):
         for name in (*steps, "forward"):
             found |= dict.fromkeys(_methods(kind, name), kind)
         waiting = [*found]
@@ -60,6 +64,44 @@ def names_in(function: FunctionType) -> set[str]:
 def globals_of(function: FunctionType) -> list[tuple[str, Any]]:
     """The globals that it names, with their values."""
     return [(name, function.__globals__[name]) for name in sorted(names_in(function)) if name in function.__globals__]
+
+
+_STORING = {
+    *("STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE", "STORE_GLOBAL", "DELETE_GLOBAL"),
+    *("STORE_DEREF", "DELETE_DEREF"),
+}
+_STORING_METHODS = set(
+    "add append appendleft clear copyto data discard extend extendleft fill insert itemset move_to_end pop popitem "
+    "popleft put register_buffer remove reverse rotate setattr setdefault sort subtract update __setattr__ __setitem__ "
+    "__dict__ _buffers _modules _parameters exec".split()
+)
+
+
+def stores(function: FunctionType) -> bool:
+    """Whether its code shows that it changes more than local variables: it assigns to attributes or items, or calls
+    what changes its object."""
+    return any(
+        not _STORING_METHODS.isdisjoint(code.co_names)
+        or any(name.endswith("_") and name[0] != "_" for name in code.co_names)
+        or any(each.opname in _STORING for each in dis.get_instructions(code))
+        for code in codes_of(function)
+    )
+
+
+def is_of_program(kind: type) -> bool:
+    """Whether a class is defined in the program, not in an installed package."""
+    return is_read(kind) and _is_module_of_program(kind.__module__)
+
+
+def is_own(function: FunctionType) -> bool:
+    """Whether the program defines a function."""
+    return not os.path.realpath(function.__code__.co_filename).startswith(libraries())
+
+
+@functools.cache
+def _is_module_of_program(name: str) -> bool:
+    file = None if name == "__main__" else getattr(sys.modules.get(name), "__file__", None)
+    return file is None or not os.path.realpath(file).startswith(libraries())
 
 
 def enclosed_by(function: Any) -> Iterator[tuple[str, Any]]:

@@ -9,16 +9,17 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, NoReturn
 
 from torch import nn
 
 from lockstep.strategies.launch.program.functions import codes_of
 from lockstep.strategies.modules.absent import Refusing
-from lockstep.strategies.modules.blocks import OF_TORCH
+from lockstep.strategies.modules.blocks import OF_TORCH, is_of_torch
 from lockstep.strategies.pipeline.state.marks import PLAIN, content_of, put_content
 from lockstep.strategies.pipeline.state.snapshot import Slot, Snapshot
-from lockstep.strategies.pipeline.state.step_code import functions_of, names_in
+from lockstep.strategies.pipeline.state.step_code import functions_of, is_of_program, is_own, names_in, stores
 
 ADVICE = "in on_train_batch_start or on_train_batch_end, which run once on every rank"
 _STEPS = "training_step", "validation_step", "test_step", "predict_step"
@@ -45,6 +46,9 @@ class Watch:
         self._own_code = [*outside, *layers]
         self.watch_layers(layers)
         self._count = self._evaluations = self.num_parts = 0
+        self._is_light = False
+        """Whether what the program's own code stores is watched only."""
+        self._known_now: set[int] = set()
         self._start: Snapshot | None = None
         self._called: Snapshot | None = None
         self._ends: dict[int, Snapshot] = {}
@@ -69,19 +73,22 @@ class Watch:
 
     @property
     def is_watching(self) -> bool:
-        """Whether this one is."""
-        return self._start is not None
+        """Whether this one is, as a whole."""
+        return self._start is not None and not self._is_light
 
     def begin(self, num_parts: int) -> None:
         """A micro-batch of so many parts begins."""
         self.num_parts, self._ends, self._layers_ends = num_parts, {}, {}
-        is_watched = self.are_due and num_parts > 0
+        self._is_light = self._stores and not self.are_due
+        is_watched = (self.are_due or self._stores) and num_parts > 0
+        self._known_now = self._known if self._is_light else set()
         self._start = self.snapshot() if is_watched else None
         self._layers_start = self._of_layers() if is_watched else None
         self._changed_now.clear()
         self._count += num_parts > 0
         self._before = [(slot, slot.now()) for slot in self._partial.values()]
-        self._contents = [] if is_watched else [(held, content_of(held)) for m in self.setting for held in _held_in(m)]
+        setting = self.setting if not is_watched else self.setting - {*self._few.values()} if self._is_light else ()
+        self._contents = [(held, content_of(held)) for module in setting for held in _held_in(module)]
 
     def begin_again(self) -> None:
         """Give containers and objects what this micro-batch found."""
@@ -93,7 +100,7 @@ class Watch:
         known = {(id(slot.holder), slot.key) for slot, _ in self._before}
         found = [slot for slot, before in self._before if slot.now() is not before]
         found += [slot for place, slot in self._partial.items() if place not in known]
-        if self._start is not None and self._layers_start is not None:
+        if self.is_watching and self._start is not None and self._layers_start is not None:
             kept = [s for s in self._partial.values() if self._start.holds(s) or self._layers_start.holds(s)]
             self._partial = {(id(slot.holder), slot.key): slot._replace(value=None) for slot in kept}
         self._start = self._layers_start = None
@@ -106,6 +113,8 @@ class Watch:
 
     def snapshot(self) -> Snapshot:
         """At what is outside of the layers."""
+        if self._is_light:
+            return Snapshot(self._outside_few, self._own_functions, self._known_now, self.storing_items, is_of_program)
         found = Snapshot(self._outside, self._functions, self._known, self.storing_items)
         for name in sorted(found.cut - self._named):
             _log.warning(
@@ -120,11 +129,12 @@ class Watch:
     @contextmanager
     def around(self, stage: int) -> Iterator[None]:
         """Around a run of the step for a stage. Raises RuntimeError naming what it changes."""
-        if self._start is None or self._layers_start is None:
+        if not self.is_watching:
             for holder, content in self._contents:
                 put_content(holder, content)
             for slot, before in self._before:
                 slot.put(before)
+        if self._start is None or self._layers_start is None:
             yield
             return
         self._start.put_back()
@@ -137,12 +147,12 @@ class Watch:
 
     def calling(self) -> None:
         """On the last stage, the step calls the pipelined module."""
-        self._called = self.snapshot() if self.is_watching else None
+        self._called = self.snapshot() if self._start is not None else None
 
     @contextmanager
     def before_backward(self) -> Iterator[None]:
         """Around `on_before_backward`. Raises RuntimeError naming what it changes."""
-        before = self.snapshot() if self.is_watching else None
+        before = self.snapshot() if self._start is not None else None
         yield
         if before is not None and (name := _changed(self.snapshot(), before)) is not None:
             raise RuntimeError(
@@ -153,7 +163,10 @@ class Watch:
     def called_in_evaluation(self) -> Snapshot | None:
         """On the last stage, an evaluation step continues once the pipelined module has returned."""
         self._evaluations += 1
-        return self.snapshot() if _is_due(self._evaluations - 1) else None
+        is_due = _is_due(self._evaluations - 1)
+        self._is_light = self._stores and not is_due
+        self._known_now = self._known if self._is_light else set()
+        return self.snapshot() if is_due or self._stores else None
 
     def refuse_in_evaluation(self, called: Snapshot) -> None:
         """Raise RuntimeError naming what an evaluation step has changed since; what it has set refuses any use."""
@@ -193,6 +206,8 @@ class Watch:
         """From now on: those of this rank that have code or hooks of the user's."""
         watched = {*layers}
         self._layers = {name: module for name, module in self._model.named_modules() if module in watched}
+        storing = {kind for kind in {type(module) for module in watched} if _stores(kind)}
+        self._few = {name: module for name, module in self._layers.items() if type(module) in storing}
 
     # ---- helpers ---------------------------------------------------------------------------------------
 
@@ -206,7 +221,31 @@ class Watch:
         return {*map(id, self._model.modules()), *map(id, self._model.parameters()), *map(id, self._model.buffers())}
 
     def _of_layers(self) -> Snapshot:
+        if self._is_light:
+            return Snapshot(self._few, (), self._known_now, self.storing_items, is_of_program)
         return Snapshot(self._layers, (), self._known, self.storing_items)
+
+    @functools.cached_property
+    def _own_functions(self) -> list[FunctionType]:
+        """Those of the program whose code stores."""
+        return [f for f in self._functions if is_own(f) and stores(f)]
+
+    @functools.cached_property
+    def writes_data(self) -> bool:
+        """Whether the program's own code names the `data` of tensors."""
+        return any("data" in names_in(f) for f in self._functions if is_own(f))
+
+    @functools.cached_property
+    def _stores(self) -> bool:
+        """Whether the program's own code changes more than local variables, or calls objects that may."""
+        held = (value for module in self._outside_few.values() for value in vars(module).values())
+        return bool(self._own_functions) or any(
+            is_of_program(type(each)) for each in held if not isinstance(each, nn.Module)
+        )
+
+    @functools.cached_property
+    def _outside_few(self) -> dict[str, nn.Module]:
+        return {n: m for n, m in self._outside.items() if is_of_torch(m) or is_of_program(type(m))}
 
     def _compare_layers(self, stage: int, begun: Snapshot, end: Snapshot) -> None:
         """A run of the step for a stage began with what was `begun`."""
@@ -296,6 +335,10 @@ _STORING_METHODS = {"update", "pop", "popitem", "setdefault", "clear", "subtract
 
 def _operations(function: Any) -> Iterator[dis.Instruction]:
     return (each for code in codes_of(function) for each in dis.get_instructions(code))
+
+
+def _stores(kind: type) -> bool:
+    return is_of_program(kind) and any(is_own(f) and stores(f) for f in functions_of([kind], ()))
 
 
 def _held_in(layer: nn.Module) -> list[Any]:

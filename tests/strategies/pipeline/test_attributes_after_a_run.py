@@ -135,3 +135,32 @@ def test_what_no_layer_changes_is_shared_after_a_run() -> None:
         module.net.layers[i] = Scaling(module.config)
     fit(module, "pipeline", 2, max_epochs=1)
     assert all(module.net.layers[i].config is module.config for i in (1, 3))
+
+
+class Noting(Base):
+    """Has an object that parameters of two stages hold, and changes others of theirs in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.steps = Config(), [0]
+        for i in (0, 2, 4):
+            self.net[i].weight.config, self.net[i].weight.steps = self.config, self.steps
+            self.net[i].weight.large = [0] * 20_000
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.config.scale += 1
+        self.steps[0] += 1
+        for i in (0, 2, 4):
+            weight: Any = self.net[i].weight
+            weight.rate, weight.large[7] = i / 10, batch_idx
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "fsdp=2,pipeline=2"])
+def test_what_parameters_share_is_shared_after_a_run(strategy: str) -> None:
+    module = Noting()
+    config, steps = module.config, module.steps
+    fit(module, strategy, 4 if "fsdp" in strategy else 2, max_epochs=1)
+    weights: list[Any] = [module.net[i].weight for i in (0, 2, 4)]
+    assert all(w.config is module.config and w.steps is steps is module.steps for w in weights)
+    assert (module.config.scale, steps, config.scale) == (4.0, [3], 1.0)
+    assert [(w.rate, w.large[7]) for w in weights] == [(i / 10, 2) for i in (0, 2, 4)]

@@ -291,3 +291,58 @@ def test_hooks_of_parameters_that_keep_a_number_once_are_exact() -> None:
 def test_what_hooks_of_parameters_count_is_refused_by_name(how: str, name: str) -> None:
     with pytest.raises(RuntimeError, match=f"a hook of a parameter counts in {name}, but in a pipeline only the rank"):
         fit(HookedParameter(how), "pipeline", 2, max_epochs=1)
+
+
+class Exchanging(Base):
+    """Exchanges layers of the same stage, each step or in one."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        linear = [nn.Linear(16, 16) for _ in range(3)]
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), *linear, nn.Linear(16, 4)).double()
+        self.other, self.how = nn.Tanh(), how
+        self.net[1].scale = 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.how == "in each step" or (self.how == "in one step" and self.global_step == 4):
+            self.net[3], self.net[4] = self.net[4], self.net[3]
+        if self.how == "beside layers":
+            self.net[1], self.other = self.other, self.net[1]
+        output = self.net(batch[0])
+        if self.how == "after the call":
+            self.net[3], self.net[4] = self.net[4], self.net[3]
+        return F.cross_entropy(output, batch[1])
+
+
+@pytest.mark.parametrize("how", ["in each step", "in one step", "beside layers"])
+def test_layers_that_a_step_exchanges_are_those_of_one_process(how: str) -> None:
+    made: list[Exchanging] = []
+
+    def make() -> Exchanging:
+        made.append(Exchanging(how))
+        return made[-1]
+
+    exact(make, {"pipeline": 2, "ddp=2,pipeline=2": 4}, n=24, max_epochs=3)
+    assert len({hasattr(module.other, "scale") for module in made}) == 1
+    one, two, _ = ([layer.weight for layer in module.net[2:]] for module in made)
+    assert all(torch.allclose(*pair, rtol=0, atol=1e-12) for pair in zip(one, two, strict=True))
+
+
+class Alternating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16, dtype=torch.float64), nn.Linear(16, 16, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.a, self.b = self.b, self.a
+        return self.a(x)
+
+
+def test_layers_exchanged_where_not_all_ranks_do_it_are_refused() -> None:
+    module = Exchanging("in a layer")
+    module.net[2] = Alternating()
+    with pytest.raises(RuntimeError, match=r"training_step calls a layer that exchanges net\.2\.a, but a pipeline"):
+        fit(module, "pipeline", 2, max_epochs=1)
+    with pytest.raises(RuntimeError, match=r"changes net\.3 after it has called the pipelined module"):
+        fit(Exchanging("after the call"), "pipeline", 2, max_epochs=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections import Counter, deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -241,7 +242,7 @@ class Hidden(Base):
             self.count += loss.item()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.how == "outputs" and outputs is not None:
+        if self.how == "one rank" and self.trainer.strategy.topology.is_reporting_rank:
             self.count = float(outputs)
 
 
@@ -270,7 +271,7 @@ class ActNorm(nn.Module):
             "evaluation",
             "an evaluation step changes count after it has called the pipelined module, where only the last",
         ),
-        ("outputs", "a hook has set self.count on the rank of the last stage of a pipeline alone"),
+        ("one rank", "a hook has set self.count on the rank of the last stage of a pipeline alone"),
     ],
 )
 def test_what_only_some_ranks_or_parts_know_is_refused_by_name(how: str, message: str) -> None:
@@ -330,3 +331,64 @@ def test_what_is_beside_the_layers_counts_each_part_once() -> None:
     module = Beside()
     fit(module, "pipeline", 2, n=16, max_epochs=1)
     assert module.sums.tolist() == [sum(samples(16).tensors[1].tolist()), 4]
+
+
+class Late(Base):
+    """Changes something in one step that is not among the first ones, and uses it from then on."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.config = how, SimpleNamespace(scale=1.0)
+        self.nested, self.names, self.state = {"a": {"scale": 1.0}}, set[str](), None
+        self.register_buffer("number", torch.ones((), dtype=torch.float64))
+        self.net[3] = LateLayer(how)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[3].is_due = self.global_step >= 5
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 5:
+            if self.how == "object":
+                self.config.scale *= 0.5
+            elif self.how == "nested":
+                self.nested["a"]["scale"] *= 0.5
+            elif self.how == "data":
+                self.number.data.mul_(0.5)
+            elif self.how == "set":
+                self.names.add(f"name {len(self.names)}")
+            elif self.how == "tuple":
+                self.state = (batch[0].mean(), 1)
+        scale = self.config.scale * self.nested["a"]["scale"] * self.number / (1 + len(self.names))
+        scale = scale if self.state is None else scale * self.state[1]
+        return super().training_step(batch, batch_idx) * scale
+
+
+class LateLayer(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.is_due, self.state = how, False, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_due and self.how == "layer":
+            last, self.state = self.state, (x.detach().mean(0), 1)
+            return x if last is None else x + last[0]
+        return x
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("object", "training_step changes config.scale, but"),
+        ("nested", "training_step changes nested['a']['scale'], but"),
+        ("data", "training_step changes number in place, but"),
+        ("tuple", "training_step has set self.state, but a pipeline runs it for each part"),
+        ("layer", "training_step has set self.net.3.state, but a pipeline runs it for each part"),
+    ],
+)
+def test_what_a_later_step_changes_first_is_refused_by_name(how: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        fit(Late(how), "pipeline", 2, n=64, max_epochs=1)
+
+
+def test_what_a_later_step_fills_alike_is_exact() -> None:
+    exact(lambda: Late("set"), {"pipeline": 2}, n=64, max_epochs=1)
