@@ -15,7 +15,6 @@ from itertools import chain
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -42,7 +41,7 @@ from lockstep.strategies.pipeline.state.hook_state import Enclosed, hook_holders
 from lockstep.strategies.pipeline.state.marks import PLAIN
 from lockstep.strategies.pipeline.state.snapshot import Slot, Snapshot
 from lockstep.strategies.pipeline.state.watch import ADVICE, Watch, in_evaluation, partial, refuse
-from lockstep.strategies.sync.collectives import broadcast
+from lockstep.strategies.sync.collectives import gather_objects
 from lockstep.strategies.sync.contents import sum_of_bits
 
 
@@ -55,8 +54,7 @@ class StepState:
         """Where the stages of this rank are those in `here`; `last` is the rank, in its group, of the last stage."""
         own = [layer for layer, stage in zip(parts.layers, stage_of, strict=True) if stage in here]
         shared = {key for key, stages in holding_stages(parts, stage_of).items() if len(stages) > 1}
-        rank, group = last
-        return cls(model, parts, own, shared, (rank if group is None else dist.get_global_rank(group, rank), group))
+        return cls(model, parts, own, shared, last)
 
     def __init__(
         self, model: nn.Module, parts: Cut, here: list[Layer], shared: set[int], last: Any = (0, None)
@@ -93,8 +91,7 @@ class StepState:
         self._changed_by_hooks: set[tuple[int, str, Any]] = set()
         self._held: dict[Place, Tensor] | None = None
         self._partial: set[Place] = set()
-        self._texts: set[Place] = set()
-        """Strings that were not for all of a micro-batch."""
+        self._texts: set[Place] = set()  # strings that were not for all of a micro-batch
 
     def around(self, wants: str, stage: int, is_last: bool) -> AbstractContextManager[None]:
         """Around a run of the step, for what a `stage_run.Run` wants."""
@@ -230,7 +227,8 @@ class StepState:
     def evaluation(self) -> Iterator[None]:
         """Around the run of an evaluation step, which comes to its end on the last stage only."""
         before, self._evaluated = self._now(), None
-        yield
+        with self._watch.hooks.evaluation():
+            yield
         now = self._now()
         self._refuse_grown(before, now, "an evaluation step")
         if self._evaluated is None:
@@ -263,7 +261,9 @@ class StepState:
         before, now = self._end.numbers, self._now().numbers
         used = {place: value for place, value in now.items() if isinstance(value, PLAIN) and self._is_used(place)}
         changed = {self._name(p): repr(v) for p, v in used.items() if p not in before or are_other(before[p], v)}
-        theirs, refused = broadcast((changed, self._watch.refused()), *self._last)
+        found = gather_objects((changed, self._watch.refused(), [*self._watch.hooks.partial]), self._last[1])
+        self._watch.hooks.take(key for _, _, keys in found for key in keys)
+        theirs, refused, _ = found[self._last[0]]
         modules = dict(self._model.named_modules()) if refused else {}
         for path, _, key in (name.rpartition(".") for name in refused):
             own: Any = vars(modules[path]) if path in modules else {}

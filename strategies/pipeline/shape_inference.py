@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.strategies.data.batch_slices import signature
 from lockstep.strategies.launch.rng import kept_streams
+from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.parameter_hooks import FORWARD, users_hooks
 from lockstep.strategies.pipeline.partition import Cut, advice
 from lockstep.strategies.pipeline.shapes.containers import Returned, containers, filled
@@ -47,6 +48,7 @@ from lockstep.strategies.pipeline.stage_run import (
     refuse_capturing,
 )
 from lockstep.strategies.pipeline.state.found import attributes_of, containers_of, is_other
+from lockstep.strategies.pipeline.state.hook_slots import hidden_fakes
 
 MAX_LAYOUTS = 512
 """Shapes of inputs whose layout is kept: some kilobytes each."""
@@ -166,6 +168,8 @@ class ShapeInference:
         kept = {*self._free, *self.outside}
         state = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in kept]
         contents = [(held, held.copy()) for module in self.outside for held in containers_of(module)]
+        absent = [layer.module for layer in self._layers if not all(map(is_here, layer.module.parameters()))]
+        hide = hidden_fakes([*self._net.modules()], {child for layer in absent for child in layer.modules()})
         try:
             with (
                 torch.enable_grad(),
@@ -195,6 +199,7 @@ class ShapeInference:
                 attributes["_buffers"].update(buffers)
             for held, before in contents:
                 filled(held, before)
+            hide()
         if running.stage < self._stage_of[-1] and not running.error:
             missing = self._layers[self._stage_of.index(running.stage + 1)].name
             running.error = f"{self._name} called no layer of stage {running.stage + 1}, which begins with {missing}"

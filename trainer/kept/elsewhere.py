@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.sync.collectives import gather_objects
 from lockstep.trainer.kept.agreed import is_equal
 from lockstep.trainer.kept.identity import in_state_dict
-from lockstep.trainer.kept.owners import layers
+from lockstep.trainer.kept.owners import layers, parts
 from lockstep.trainer.kept.values import (
     MOST_ITEMS,
     NOTHING,
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def layers_alike(strategy: Strategy, module: nn.Module) -> Iterator[None]:
+def layers_alike(strategy: Strategy, module: nn.Module, beside: Sequence[Any] = ()) -> Iterator[None]:
     """Around a run: if ranks run different layers, each layer has at the end what it has on the rank that runs it. Of
-    modules that no rank runs alone, what others have changed is added where this rank has not. Every rank enters it,
-    before the model is wrapped."""
+    modules that no rank runs alone, what others have changed is added where this rank has not; attributes of callbacks,
+    `beside`, that refuse any use on a rank do so on all. Every rank enters it, before the model is wrapped."""
     if strategy.rank_of_layer is None:
         yield
         return
@@ -53,8 +54,10 @@ def layers_alike(strategy: Strategy, module: nn.Module) -> Iterator[None]:
         for path, layer in own.items()
         if runs_on[path] in (rank, None)
     }
-    found = gather_objects(sent)
-    others = {source: found[source] for source in sorted({*rank_of.values()} - {rank})}
+    found = gather_objects((sent, [_refusing(owner) for owner in beside]))
+    for theirs in (each for _, refused in found for each in zip(beside, refused, strict=True)):
+        take_data(*theirs)
+    others = {source: found[source][0] for source in sorted({*rank_of.values()} - {rank})}
     for path, layer in own.items():
         if (source := runs_on[path]) is not None:
             if path in others.get(source, {}):
@@ -106,6 +109,11 @@ def _held(layer: nn.Module, weights: set[int | None], found: tuple[Marks, Mappin
 def _changed(owner: Any, before: Marks) -> dict[str, Any]:
     own = own_data(owner).items()
     return {name: on_host(value) for name, value in own if not is_same(before.get(name, NOTHING), _mark(value))}
+
+
+def _refusing(owner: Any) -> dict[str, Any]:
+    """The attributes that refuse any use, or hold what does."""
+    return {n: v for n, v in own_data(owner).items() if any(isinstance(each, Refusing) for each in parts(v))}
 
 
 def _take_all(layer: nn.Module, held: _Held) -> None:

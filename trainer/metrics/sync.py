@@ -4,7 +4,7 @@ samples."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice, zip_longest
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lockstep.strategies.sync.collective_fingerprint import counting_once
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.checkpoint.safetensors_file import CODES
+from lockstep.trainer.kept.owners import parts
 from lockstep.trainer.metrics.beside import watched_updates
 from lockstep.trainer.metrics.gathering import gather_values
 
@@ -27,14 +28,15 @@ MAX_DIMS = 8
 
 
 @contextmanager
-def synced_metrics(module: nn.Module, strategy: Strategy) -> Iterator[None]:
-    """While it lasts the metrics of `module` gather their states through `strategy`.
+def synced_metrics(module: nn.Module, strategy: Strategy, callbacks: Iterable[Any] = ()) -> Iterator[None]:
+    """While it lasts the metrics of `module`, and those in attributes of `callbacks`, gather their states through
+    `strategy`.
 
     torchmetrics' own gathering ends the process (an assertion in gloo) where one rank has seen no sample
     and a metric keeps samples, and counts those twice that several ranks share. Raises ValueError for a metric over the
     last updates, of which a rank has its own, and at its update for one that counts beside its states.
     """
-    place, found = strategy.topology, torchmetrics_of(module)
+    place, found = strategy.topology, torchmetrics_of(module) | _held_by(callbacks, module)
     refuse_windows(module, place.data_size)
     num_ranks = place.data_size if place.world_size > 1 else strategy.num_devices
     metrics = [metric for metric in found.values() if metric.dist_sync_fn is None] if place.world_size > 1 else []
@@ -47,6 +49,22 @@ def synced_metrics(module: nn.Module, strategy: Strategy) -> Iterator[None]:
         for metric in metrics:
             metric.dist_sync_fn = None
             del metric._sync_dist
+
+
+def _held_by(callbacks: Iterable[Any], module: nn.Module) -> dict[str, Any]:
+    """The torchmetrics objects in attributes of callbacks, and in lists and dicts there, by name."""
+    held = (
+        (f"{type(each).__name__}.{name}", part)
+        for each in callbacks
+        for name, value in getattr(each, "__dict__", {}).items()
+        for part in parts(value)
+    )
+    return {
+        f"{place}.{name}" if name else place: metric
+        for place, part in held
+        if isinstance(part, nn.Module) and part is not module
+        for name, metric in torchmetrics_of(part).items()
+    }
 
 
 @contextmanager

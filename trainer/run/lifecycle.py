@@ -110,7 +110,7 @@ def _life(run: RunState, module: Module, sources: Sources, stage: str, ckpt_path
     run.signals.catch()
     try:
         open_run(run, module, sources.datamodule, stage, ckpt_path)
-        with metrics_of_all(run, module), layers_alike(run.strategy, module):
+        with metrics_of_all(run, module), layers_alike(run.strategy, module, run.callbacks):
             yield
         _close(run, module, stage)
     except BaseException as caught:
@@ -300,7 +300,7 @@ def undo_run(run: RunState) -> None:
 def metrics_of_all(run: RunState, module: Module) -> Iterator[None]:
     """While it lasts torchmetrics objects compute over all ranks, or over all shares."""
     if not run.strategy.virtual_ranks:
-        with synced_metrics(module, run.strategy):
+        with synced_metrics(module, run.strategy, run.callbacks):
             yield
         return
     from lockstep.trainer.shares.metric_states import shared_metrics

@@ -11,6 +11,7 @@
 | what takes the place of nothing, or of None | attributes, dicts | a cache: put back, stays if runs agree |
 | number in what is not an attribute or a dict in one | objects, lists, globals, classes | watched |
 | content of an array, a tensor, a closure | anywhere | watched |
+| tensor, float that hooks of layers set | variables, objects (`hook_slots`) | partial |
 | list that grows | attributes | refused; in globals it may |
 | parameter or buffer that is changed in place | modules | refused; metrics and statistics count parts |
 | iterator | attributes | gives no items in a step |

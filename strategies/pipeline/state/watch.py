@@ -17,6 +17,7 @@ from torch import nn
 from lockstep.strategies.launch.program.functions import codes_of
 from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.modules.blocks import OF_TORCH, is_of_torch
+from lockstep.strategies.pipeline.state.hook_slots import HookSlots
 from lockstep.strategies.pipeline.state.marks import PLAIN, content_of, put_content
 from lockstep.strategies.pipeline.state.snapshot import Slot, Snapshot
 from lockstep.strategies.pipeline.state.step_code import functions_of, is_of_program, is_own, names_in, stores
@@ -40,7 +41,7 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, outside: Sequence[nn.Module], layers: Sequence[nn.Module]) -> None:
-        self._model = model
+        self._model, self.hooks = model, HookSlots(model.named_modules)
         named = dict(model.named_modules())
         self._outside = {name: module for name, module in named.items() if module in {*outside}}
         self._own_code = [*outside, *layers]
@@ -85,6 +86,7 @@ class Watch:
         self._start = self.snapshot() if is_watched else None
         self._layers_start = self._of_layers() if is_watched else None
         self._changed_now.clear()
+        self.hooks.begin(is_watched and not self._is_light)
         self._count += num_parts > 0
         self._before = [(slot, slot.now()) for slot in self._partial.values()]
         setting = self.setting if not is_watched else self.setting - {*self._few.values()} if self._is_light else ()
@@ -97,6 +99,7 @@ class Watch:
 
     def partial(self) -> list[Slot]:
         """At the end of a micro-batch: where there is what belongs to a part of it."""
+        self.hooks.refuse()
         known = {(id(slot.holder), slot.key) for slot, _ in self._before}
         found = [slot for slot, before in self._before if slot.now() is not before]
         found += [slot for place, slot in self._partial.items() if place not in known]
@@ -142,6 +145,7 @@ class Watch:
         layers = self._of_layers()
         with self._start.refusing_iterators(ADVICE), layers.refusing_iterators(ADVICE):
             yield
+        self.hooks.follow()
         self._compare(stage, self.snapshot())
         self._compare_layers(stage, layers, self._of_layers())
 
@@ -204,6 +208,7 @@ class Watch:
 
     def watch_layers(self, layers: Iterable[nn.Module]) -> None:
         """From now on: those of this rank that have code or hooks of the user's."""
+        self.hooks.find()
         watched = {*layers}
         self._layers = {name: module for name, module in self._model.named_modules() if module in watched}
         storing = {kind for kind in {type(module) for module in watched} if _stores(kind)}

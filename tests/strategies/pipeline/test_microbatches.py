@@ -334,9 +334,6 @@ class Returns(Base):
         return {"loss": loss, "held": held, "large": [i for i in names if float(i) > 0], "flag": True}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not self.trainer.strategy.topology.is_reporting_rank:
-            assert outputs is None
-            return
         held, x, parted = outputs["held"], batch[0], outputs["flag"]
         assert torch.equal(held["pair"][0], x) and torch.allclose(held["pair"][1], x.mean())
         assert isinstance(held["both"], Both) and torch.equal(held["both"].features, x) and held["both"].rate == 0.5

@@ -97,6 +97,35 @@ def test_hooks_keep_the_outputs_of_one_process(options: dict[str, Any]) -> None:
     torch.testing.assert_close(run("pipeline", 2, **options), expected, rtol=0, atol=1e-12)
 
 
+class Measuring(Callback):
+    """Holds a metric, which torchmetrics would gather of all ranks."""
+
+    def __init__(self) -> None:
+        metric = pytest.importorskip("torchmetrics").MeanMetric
+        self.sums, self.found = {"loss": metric()}, list[float]()
+        self.sums["number"] = pytest.importorskip("torchmetrics").SumMetric()
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.sums["loss"].update(outputs["loss"])
+        self.sums["number"].update(len(outputs["output"]))
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.found += [float(metric.compute()) for metric in self.sums.values()]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["pipeline", "tensor"])
+def test_metrics_of_callbacks_count_what_ranks_share_once(strategy: str) -> None:
+    found = []
+    for name, devices in (("single", 1), (strategy, 2)):
+        callback = Measuring()
+        quiet(strategy=name, devices=devices, callbacks=[callback], precision="64-true").validate(
+            Classifying(), DataLoader(samples(22), 8), verbose=False
+        )
+        found.append(callback.found)
+    assert found[0] == pytest.approx(found[1]) and found[0][1] == 22
+
+
 class Logging(Base):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("loss", outputs, on_step=False, on_epoch=True)
