@@ -142,7 +142,8 @@ class Watch:
             return
         self._start.put_back()
         self._layers_start.put_back(of=self.setting)
-        layers = self._of_layers()
+        reuses = self._is_light and not self.setting and self._layers_ends
+        layers = [*self._layers_ends.values()][-1] if reuses else self._of_layers()  # nothing is put back in them
         with self._start.refusing_iterators(ADVICE), layers.refusing_iterators(ADVICE):
             yield
         self.hooks.follow()
@@ -255,7 +256,7 @@ class Watch:
     def _compare_layers(self, stage: int, begun: Snapshot, end: Snapshot) -> None:
         """A run of the step for a stage began with what was `begun`."""
         assert self._layers_start is not None
-        before = self._layers_ends.get(stage)
+        before = self._layers_ends.pop(stage, None)  # the last is the latest
         self._layers_ends[stage] = end
         for change in end.changed(begun):
             if not change.counts and not change.grows_a_list:
