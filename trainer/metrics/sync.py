@@ -22,6 +22,7 @@ from lockstep.trainer.metrics.gathering import gather_values
 
 if TYPE_CHECKING:
     from lockstep.strategies import Strategy
+    from lockstep.trainer.run.state import RunState
 
 DTYPES = [*CODES]
 MAX_DIMS = 8
@@ -49,6 +50,20 @@ def synced_metrics(module: nn.Module, strategy: Strategy, callbacks: Iterable[An
         for metric in metrics:
             metric.dist_sync_fn = None
             del metric._sync_dist
+
+
+def sync_made(run: RunState, module: nn.Module) -> None:
+    """Let metrics that callbacks have made in hooks of the start gather as those do that they had before."""
+    held = _held_by(run.callbacks, module) if run.world_size > 1 and run.shares is None else {}
+    for metric in (each for each in held.values() if each.dist_sync_fn is None):
+        run.undo.append(partial(_let_alone, metric, metric.compute_with_cache))
+        metric.dist_sync_fn, metric._sync_dist = Gather(run.strategy), Lists(metric, run.strategy)
+        metric.compute_with_cache, metric._computed = False, None
+
+
+def _let_alone(metric: Any, with_cache: bool) -> None:
+    metric.dist_sync_fn, metric.compute_with_cache = None, with_cache
+    del metric._sync_dist
 
 
 def _held_by(callbacks: Iterable[Any], module: nn.Module) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from lockstep.trainer.metrics.entry import Reduced, nowhere
 from lockstep.trainer.metrics.gathering import gather_items, gather_values
 from lockstep.trainer.metrics.records import on_host
 from lockstep.trainer.metrics.store import MetricStore
+from lockstep.trainer.metrics.sync import sync_made
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import publish
 from lockstep.trainer.run.hooks import Calls, Hooks, overrides, step_function, transfer_of
@@ -229,6 +230,7 @@ def evaluate(
         for hook in what.epoch_start:
             hook()
         follow_evaluation(run, loaders, what.kind)
+        sync_made(run, module)
         buffers = EvaluatedBuffers(strategy, module)
         counts = CountsWatch(run, module, stage, what.batch_start, what.batch_end)
         what = replace(what, batch_start=counts.starts, batch_end=counts.ends)

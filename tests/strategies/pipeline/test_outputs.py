@@ -113,12 +113,20 @@ class Measuring(Callback):
         self.found += [float(metric.compute()) for metric in self.sums.values()]
 
 
+class Late(Measuring):
+    """Makes its metrics as the run starts."""
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        Measuring.__init__(self)
+
+
 @pytest.mark.ranks
+@pytest.mark.parametrize("kind", [Measuring, Late])
 @pytest.mark.parametrize("strategy", ["pipeline", "tensor"])
-def test_metrics_of_callbacks_count_what_ranks_share_once(strategy: str) -> None:
+def test_metrics_of_callbacks_count_what_ranks_share_once(strategy: str, kind: type[Measuring]) -> None:
     found = []
     for name, devices in (("single", 1), (strategy, 2)):
-        callback = Measuring()
+        callback = kind()
         quiet(strategy=name, devices=devices, callbacks=[callback], precision="64-true").validate(
             Classifying(), DataLoader(samples(22), 8), verbose=False
         )
