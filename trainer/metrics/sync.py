@@ -37,7 +37,8 @@ def synced_metrics(module: nn.Module, strategy: Strategy, callbacks: Iterable[An
     and a metric keeps samples, and counts those twice that several ranks share. Raises ValueError for a metric over the
     last updates, of which a rank has its own, and at its update for one that counts beside its states.
     """
-    place, found = strategy.topology, torchmetrics_of(module) | _held_by(callbacks, module)
+    place, named = strategy.topology, _held_by(callbacks, module) | torchmetrics_of(module)
+    found = {name: metric for metric, name in {metric: name for name, metric in named.items()}.items()}
     refuse_windows(module, place.data_size)
     num_ranks = place.data_size if place.world_size > 1 else strategy.num_devices
     metrics = [metric for metric in found.values() if metric.dist_sync_fn is None] if place.world_size > 1 else []

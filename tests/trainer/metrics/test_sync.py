@@ -22,6 +22,7 @@ from torchmetrics.image import PeakSignalNoiseRatio
 from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef, R2Score, SpearmanCorrCoef
 from torchmetrics.retrieval import RetrievalMAP, RetrievalNormalizedDCG
 
+from lockstep.callbacks import Callback
 from tests.trainer.metrics.test_store import Recorder, shown
 from tests.trainer.toy import Net, data, loader, quiet
 
@@ -248,6 +249,17 @@ class Collects(Net):
         self.log("numbers", (numbers * torch.arange(len(numbers))).sum())
 
 
+class Refers(Callback):
+    """To a metric of the module, which is gathered once."""
+
+    def __init__(self, metric: Any) -> None:
+        self.metric = metric
+
+    @property
+    def state_key(self) -> str:
+        return f"Refers to a {type(self.metric).__name__}"
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "devices", "batch_size", "n"), [("ddp", 2, 2, 15), ("ddp", 3, 1, 16), ("pipeline", 2, 2, 15)]
@@ -257,8 +269,10 @@ def test_lists_hold_what_they_hold_on_one_process(strategy: str, devices: int, b
 
     def validate(devices: int, **options: Any) -> dict[str, float]:
         torch.manual_seed(0)
-        trainer = quiet(devices=devices, accelerator="cpu", precision="64-true", **options)
-        return trainer.validate(Collects(), loader(n, batch_size), verbose=False)[0]
+        module = Collects()
+        callbacks = [Refers([module.rows]), Refers(module.rows)]
+        trainer = quiet(devices=devices, accelerator="cpu", precision="64-true", callbacks=callbacks, **options)
+        return trainer.validate(module, loader(n, batch_size), verbose=False)[0]
 
     found = validate(devices, strategy=strategy)
     assert found == pytest.approx(validate(1), rel=1e-6)
