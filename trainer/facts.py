@@ -51,6 +51,8 @@ class Facts:
 
     _run: RunState
     """What its runs own; for this package alone."""
+    _not_kept = _ARGUMENTS | {"_run", "_predictions"}
+    """Attributes that are not the user's."""
 
     @property
     def arguments(self) -> TrainerArguments:

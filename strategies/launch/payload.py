@@ -21,7 +21,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -184,6 +184,15 @@ class Pickler(cloudpickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.ids = set[int]()
         """`id()` of the parameters and layers."""
+        self._cells: dict[int, tuple[CellType, CellType]] = {}
+        """By `id()` the variables that functions close over, each with an empty one that is sent in its place first."""
+
+    def _function_getnewargs(self, func: FunctionType) -> tuple[Any, ...]:
+        """By itself cloudpickle gives each function variables of its own, where `nonlocal` changes those of several."""
+        *given, empty = super()._function_getnewargs(func)
+        cells = zip(func.__closure__ or (), empty or (), strict=True)
+        shared = tuple(self._cells.setdefault(id(cell), (cell, other))[1] for cell, other in cells)
+        return *given, empty and shared
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (torch.nn.Module, torch.nn.Parameter)):

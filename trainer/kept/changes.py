@@ -15,7 +15,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.trainer.kept.agreed import is_equal
 from lockstep.trainer.kept.gone import Gone, take_away
 from lockstep.trainer.kept.identity import Reference, in_state_dict, is_object, is_replaced, references, shared
-from lockstep.trainer.kept.owners import has_no_state, is_of_program, iterators, layers, objects, parts, shown
+from lockstep.trainer.kept.owners import beside, has_no_state, iterators, layers, objects, parts, shown
 from lockstep.trainer.kept.values import (
     MOST_ITEMS,
     NOTHING,
@@ -44,31 +44,28 @@ from lockstep.trainer.kept.values import (
 if TYPE_CHECKING:
     from lockstep.trainer.datamodule import DataModule
 
-_DATA = "datamodule"
 _DATA_KINDS = (Dataset, DataLoader, Sampler)
 _HPARAMS = "_hparams"
 """Made, with nothing in it, when `hparams` is first read, as the first save does."""
 
 
 class Changes:
-    """What user code has changed since a fit was set up in the attributes of the module and its layers, of callbacks
-    and a DataModule of the user's that save no state by themselves, and of objects of the user's that these hold:
-    numbers, strings, modes, tensors, arrays, generators, small containers of them, buffers that are not in the state
-    dict, and optimizers and schedulers that are not the run's, which are saved, and other objects, which are not."""
+    """What user code has changed since a fit was set up in the attributes of the module and its layers, of the
+    Trainer, of callbacks and a DataModule of the user's that save no state by themselves, and of objects of the
+    user's that these hold: numbers, strings, modes, tensors, arrays, generators, small containers of them, buffers
+    that are not in the state dict, and optimizers and schedulers that are not the run's, which are saved, and other
+    objects, which are not."""
 
     def __init__(
-        self, module: nn.Module, callbacks: Iterable[Callback] = (), datamodule: DataModule | None = None
+        self,
+        module: nn.Module,
+        callbacks: Iterable[Callback] = (),
+        datamodule: DataModule | None = None,
+        trainer: Any = None,
     ) -> None:
         self._module = module
-        callbacks = [*filter(is_of_program, callbacks)]
-        keys = [each.state_key for each in callbacks]
-        self._beside: dict[str, Any] = {
-            f"callbacks.{key}{keys[:i].count(key) or ''}": each
-            for i, (key, each) in enumerate(zip(keys, callbacks, strict=True))
-        }
-        """Callbacks and the DataModule."""
-        if datamodule is not None and is_of_program(datamodule):
-            self._beside[_DATA] = datamodule
+        self._beside = beside(callbacks, datamodule, trainer)
+        """Callbacks, the DataModule and the Trainer."""
         self.modes: Sequence[tuple[nn.Module, bool]] = ()
         """Of an evaluation that runs the modes that layers have outside of it."""
         self.saved_modes = False  # by a checkpoint within it

@@ -1,11 +1,14 @@
-"""Numbers of the Trainer that user code may set, kept in checkpoints for a run that continues."""
+"""Numbers of the Trainer that user code may set, kept in checkpoints for a run that continues, and attributes that it
+adds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
+
+from lockstep.trainer.kept.values import MOST_ITEMS, NOTHING, Mark, attributes, is_same, mark_of
 
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
@@ -79,3 +82,26 @@ def saved(state: Mapping[str, Any]) -> Mapping[str, Values]:
         return state.get("numbers", {"configured": {}, "begun": {}, "now": {}})
     older, name = state["accumulation"], "accumulate_grad_batches"
     return {key: {name: older[of]} for key, of in (("configured", "at_start"), ("begun", "at_start"), ("now", "now"))}
+
+
+def not_in_parts(run: RunState, step: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    """`step`, which a strategy calls for each part of a batch: raises RuntimeError if it changes what user code keeps
+    on the Trainer."""
+
+    def checked(batch: Any, batch_idx: int) -> Any:
+        before = _marks(run)
+        output = step(batch, batch_idx)
+        now = _marks(run)
+        for name in before.keys() | now.keys():
+            if not is_same(before.get(name, NOTHING), now.get(name, NOTHING)):
+                raise RuntimeError(
+                    f"training_step changed trainer.{name}, but strategy {run.strategy.name!r} calls it for parts of a "
+                    "batch; keep it in an attribute of the module, or change it in on_train_batch_end"
+                )
+        return output
+
+    return checked
+
+
+def _marks(run: RunState) -> dict[str, Mark]:
+    return {name: mark_of(value, MOST_ITEMS) for name, value in attributes(run.trainer).items()}

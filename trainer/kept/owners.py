@@ -79,6 +79,19 @@ def is_of_program(owner: Any) -> bool:
     return not isinstance(owner, Logger) and all(cls in _BARE or _is_of_program(cls) for cls in own)
 
 
+def beside(callbacks: Iterable[Callback], datamodule: Any, trainer: Any) -> dict[str, Any]:
+    """By name what of the user's code is kept beside the module."""
+    callbacks = [*filter(is_of_program, callbacks)]
+    keys = [each.state_key for each in callbacks]
+    found: dict[str, Any] = {
+        f"callbacks.{key}{keys[:i].count(key) or ''}": each
+        for i, (key, each) in enumerate(zip(keys, callbacks, strict=True))
+    }
+    if datamodule is not None and is_of_program(datamodule):
+        found["datamodule"] = datamodule
+    return found if trainer is None else found | {"trainer": trainer}
+
+
 def has_no_state(owner: Any) -> bool:
     """Whether a callback or DataModule has no `state_dict` of its own."""
     saying = next((cls for cls in type(owner).__mro__ if "state_dict" in vars(cls)), None)
@@ -107,15 +120,19 @@ def objects(owner: Any, path: str, seen: set[int], depth: int = _DEPTH) -> Itera
         elif type(value) in (list, tuple) and len(value) <= _MANY:
             held = ((f"{name}.{i}", item) for i, item in enumerate(value))
         for place, item in held:
-            kind: Any = type(item)
-            if id(item) in seen or len(seen) == _MOST or issubclass(kind, _OTHERS) or not _is_of_users_code(kind):
-                continue
-            if any("train_dataloader" in vars(cls) for cls in kind.__mro__):  # a DataModule, which is saved by itself
+            if id(item) in seen or len(seen) == _MOST or not is_users_object(item):
                 continue
             seen.add(id(item))
             yield (here := shown(path, place)), item
             if depth > 1:
                 yield from objects(item, here, seen, depth - 1)
+
+
+def is_users_object(value: Any) -> bool:
+    kind: Any = type(value)
+    if issubclass(kind, _OTHERS) or not _is_of_users_code(kind):
+        return False
+    return not any("train_dataloader" in vars(cls) for cls in kind.__mro__)  # a DataModule is saved by itself
 
 
 @functools.cache

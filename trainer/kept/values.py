@@ -37,7 +37,7 @@ from lockstep.strategies.sync.contents import (
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray, Fraction, Refusing}
 _CONTAINERS = {list, tuple, set, frozenset, deque}
 _MAPPINGS = {dict, OrderedDict, defaultdict, Counter}
-_LEAD_BACK = frozenset({"_trainer", "_module", "_toggled", "trainer"})
+_LEAD_BACK = frozenset({"_trainer", "_module", "_toggled", "_left_hooks", "trainer"})
 _CACHES = "_non_persistent_buffers_set"
 _OF_MODULES = (OF_TORCH - {"training"}) | _LEAD_BACK
 
@@ -57,22 +57,28 @@ def attributes(owner: Any) -> dict[str, Any]:
 def own_data(owner: Any) -> dict[str, Any]:
     """The attributes of a layer, DataModule, callback or parameter that are data: numbers, strings, tensors, arrays,
     enumerations, generators, containers and dataclasses of them, and `Refusing`."""
-    return {name: value for name, value in attributes(owner).items() if _is_data(value)}
+    return {name: value for name, value in attributes(owner).items() if is_data(value)}
 
 
 def take_data(owner: Any, attributes: dict[str, Any]) -> None:
     """Give `owner` what `own_data` returned on rank 0; lists, dicts and sets that it has stay the same objects."""
     for name, value in attributes.items():
         now: Any = fields(owner).get(name)
-        if now is value:  # `load_state_dict` has taken it from the state that came home with it
-            continue
-        if type(now) is type(value) and isinstance(now, (list, deque, dict, set)):
-            now.clear()
-            now.extend(value) if isinstance(now, (list, deque)) else now.update(value)
-        elif type(now) is type(value) in generators() and (content := generator_content(value)) is not None:
-            put(owner, name, generator_of(content, now))
-        else:
-            put(owner, name, value)
+        if now is not value:  # `load_state_dict` has taken it from the state that came home with it
+            put(owner, name, filled(now, value))
+
+
+def filled(now: Any, value: Any) -> Any:
+    """`value`, in the container or generator that is there now if it is of the same type."""
+    if type(now) is type(value) and isinstance(now, (list, deque, dict, set)):
+        if isinstance(now, dict):
+            value = {key: filled(now.get(key), item) for key, item in value.items()}
+        now.clear()
+        now.extend(value) if isinstance(now, (list, deque)) else now.update(value)
+        return now
+    if type(now) is type(value) in generators() and (content := generator_content(value)) is not None:
+        return generator_of(content, now)
+    return value
 
 
 def fields(owner: Any) -> dict[str, Any]:
@@ -129,19 +135,17 @@ def drop(owner: Any, name: str) -> None:
         del vars(owner)[name]
 
 
-def _is_data(value: Any) -> bool:
+def is_data(value: Any) -> bool:
     kind = type(value)
     if kind in _PLAIN or isinstance(value, (np.generic, PurePath, Enum)):
         return True
     if kind in generators():  # on a GPU, the program would start CUDA for it
         return kind is not torch.Generator or value.device.type == "cpu"
     if kind in _CONTAINERS or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        return all(map(_is_data, value))
+        return all(map(is_data, value))
     if kind in _MAPPINGS:
-        return all(_is_data(key) and _is_data(item) for key, item in value.items())
-    return (
-        dataclasses.is_dataclass(value) and not isinstance(value, type) and all(map(_is_data, fields(value).values()))
-    )
+        return all(is_data(key) and is_data(item) for key, item in value.items())
+    return dataclasses.is_dataclass(value) and not isinstance(value, type) and all(map(is_data, fields(value).values()))
 
 
 SAVED = (type(None), bool, int, float, str)
@@ -369,7 +373,9 @@ def is_small(value: Any) -> bool:
 
 def not_of_users(owner: Any) -> frozenset[str]:
     """The attributes that are not the user's: of other objects than modules and callbacks only those that lead back."""
-    return _OF_MODULES if isinstance(owner, nn.Module) else _LEAD_BACK
+    if isinstance(owner, nn.Module):
+        return _OF_MODULES
+    return _LEAD_BACK | getattr(type(owner), "_not_kept", frozenset())  # a Trainer's
 
 
 def is_free(layer: Any, name: str) -> bool:
@@ -377,7 +383,7 @@ def is_free(layer: Any, name: str) -> bool:
     kind: Any = type(layer)
     of_class = getattr(kind, name, None)
     has_place = name in fields(layer) or name in slots(kind) or isinstance(of_class, functools.cached_property)
-    return name.isidentifier() and name not in not_of_users(layer) and (has_place or _is_data(of_class))
+    return name.isidentifier() and name not in not_of_users(layer) and (has_place or is_data(of_class))
 
 
 def _is_like(now: Tensor, value: Tensor) -> bool:

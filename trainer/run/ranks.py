@@ -16,17 +16,11 @@ from lockstep.strategies.modules.model_changes import renamed
 from lockstep.trainer.checkpoint import store
 from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError, WeightsOnlyError
 from lockstep.trainer.checkpoint.rank_state import kept_tensors, put_tensors
-from lockstep.trainer.kept.elsewhere import take_layer
-from lockstep.trainer.kept.gone import Gone, take_away
-from lockstep.trainer.kept.identity import in_state_dict
-from lockstep.trainer.kept.owners import layers, shown
+from lockstep.trainer.kept import left_hooks
+from lockstep.trainer.kept.owners import shown
+from lockstep.trainer.kept.returned import Holders, Left
 from lockstep.trainer.kept.values import (
-    Mark,
-    caches_of,
-    is_same,
-    mark_of,
     own_data,
-    storages,
     take_data,
 )
 from lockstep.trainer.module import Module, attach
@@ -136,30 +130,29 @@ def _on_rank(
 ) -> dict[str, Any]:
     """What a started rank does; only rank 0's result is brought back."""
     continue_streams(random_streams)
-    returned, tensors, gone, paths = None, _tensors_of_layers(module), Gone(), _paths(module)
-    gone.note({path: (owner, own_data(owner)) for path, owner in _holders(run, module).items()})
+    returned, run.datamodule, paths = None, sources.datamodule, _paths(module)
+    left = Left(Holders(_owners(run), module, run.callbacks))
     with attached(run, module, sources, stage, ckpt_path):
+        hooks = left_hooks.hooks_of(module)
         if stage == "fit":
             fit.fit(run, module, sources)
         else:
             returned = evaluate.run_stage(run, module, sources, stage)
     if not run.is_global_zero:
         return {}
-    found = {"gone": gone.names(_holders(run, module)), "children": _exchanged(paths)}
-    return _result(run, module, returned, tensors) | found
+    kept = {
+        "left": left.packed(module),
+        "hooks": left_hooks.left(module, hooks),
+        "children": _exchanged(paths),
+    }
+    return _result(run, module, returned) | kept
 
 
 def _owners(run: RunState) -> list[Any]:
     """Beside the layers, whose attributes user code may have set on the ranks."""
     own = ("lockstep.callbacks.", "lockstep.trainer.")
     users = [item for item in run.callbacks if item.keeps_a_record or not type(item).__module__.startswith(own)]
-    return users if run.datamodule is None else [run.datamodule, *users]
-
-
-def _holders(run: RunState, module: Module) -> dict[str, Any]:
-    """By name all from which user code may have deleted attributes on the ranks."""
-    beside = {f"beside.{i}": owner for i, owner in enumerate(_owners(run))}
-    return beside | {f"layers.{path}": layer for path, layer in layers(module)}
+    return [run.trainer, *users] if run.datamodule is None else [run.trainer, run.datamodule, *users]
 
 
 def _paths(module: Module) -> list[tuple[str, nn.Module, dict[str, Any]]]:
@@ -176,12 +169,6 @@ def _exchanged(before: list[tuple[str, nn.Module, dict[str, Any]]]) -> dict[str,
         if layer._modules != held or [*layer._modules] != [*held]
         if path_of.keys() >= set(map(id, layer._modules.values()))
     }
-
-
-def _tensors_of_layers(module: Module) -> dict[tuple[str, str], Mark]:
-    """Marks of tensors that are attributes, by the path of the layer and the name."""
-    found = ((path, *item) for path, layer in layers(module) for item in own_data(layer).items())
-    return {(path, name): mark_of(value, 0) for path, name, value in found if isinstance(value, Tensor)}
 
 
 def _places(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
@@ -216,11 +203,8 @@ def _put_weights(places: dict[str, tuple[dict[str, Any], str]], weights: dict[st
             now.detach().copy_(trained)
 
 
-def _result(run: RunState, module: Module, returned: Any, tensors: dict[tuple[str, str], Mark]) -> dict[str, Any]:
-    """What is brought back; of tensors in attributes not those that are as in `tensors`, as the run began, nor views of
-    weights, which follow these where they are."""
-    weights, now = storages(in_state_dict(module)), _tensors_of_layers(module)
-    same = {place for place, mark in now.items() if place in tensors and is_same(tensors[place], mark)}
+def _result(run: RunState, module: Module, returned: Any) -> dict[str, Any]:
+    """What is brought back."""
     return {
         "returned": returned,
         "weights": {name: tensors[key].detach().cpu() for name, (tensors, key) in _places(module).items()},
@@ -228,17 +212,6 @@ def _result(run: RunState, module: Module, returned: Any, tensors: dict[tuple[st
         "metrics": kept_tensors(module),
         "progress": run.progress.state_dict(),
         "callbacks": [publish.state_of(run, item) for item in run.callbacks],
-        "attributes": [own_data(owner) for owner in _owners(run)],
-        "layers": {
-            path: {
-                name: value
-                for name, value in own_data(layer).items()
-                if not isinstance(value, Tensor)
-                or (value.grad_fn is None and (path, name) not in same and weights.isdisjoint(storages([value])))
-            }
-            for path, layer in layers(module)
-        },
-        "caches": {path: [*caches_of(layer)] for path, layer in layers(module)},
         "trainability": trainability(module),
         "parameters": {name: own_data(parameter) for name, parameter in module.named_parameters()},
         "log_dirs": [item.run_dir for item in run.loggers],
@@ -254,6 +227,7 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
         found = {name: None if of is None else own.get(of) for name, of in children.items()}
         own[path]._modules.clear()
         own[path]._modules.update(found)
+    holders = Holders(_owners(run), module, run.callbacks)
     if _places(module).keys() != weights.keys():
         module.configure_model()
     places = _places(module)
@@ -269,12 +243,9 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
             item.dirpath = None  # by default that of this run, not of the fit before
         if state is not None or not isinstance(item, Logger):
             publish.load_state_of(run, item, state)
-    for owner, attributes in zip(_owners(run), result["attributes"], strict=True):
-        take_data(owner, attributes)
-    own_layers = dict(layers(module))
-    for path in own_layers.keys() & result["layers"].keys():
-        take_layer(own_layers[path], result["layers"][path], result["caches"][path])
-    take_away(_holders(run, module), result["gone"])
+    holders.follow(module)
+    holders.take(result["left"])
+    left_hooks.note_left(module, result["hooks"])
     restore_trainability(module, result["trainability"])
     parameters = dict(module.named_parameters())
     for name in parameters.keys() & result["parameters"]:  # a run may have tied some

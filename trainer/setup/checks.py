@@ -20,6 +20,7 @@ from lockstep.strategies.launch import environment
 from lockstep.trainer.checkpoint.manifest import CheckpointError
 from lockstep.trainer.checkpoint.reader import checkpoint_around
 from lockstep.trainer.datamodule import DataModule
+from lockstep.trainer.kept.left_hooks import refuse_left
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import saving
 from lockstep.trainer.run.hooks import check_names, check_shapes, of_package, overrides
@@ -161,9 +162,11 @@ def _manual_optimization(run: RunState, module: Module) -> None:
 
 
 def hooks(run: RunState, module: Module, datamodule: DataModule | None) -> None:
-    """Raise TypeError for a method that is named like a hook but is not one."""
+    """Raise TypeError for a method that is named like a hook but is not one, and RuntimeError for hooks of layers that
+    a run has left on ranks."""
     check_names(module, Module)
     check_shapes(module)
+    refuse_left(module)
     if datamodule is not None:
         if not isinstance(datamodule, DataModule):
             given, name = datamodule, getattr(datamodule, "__name__", "")

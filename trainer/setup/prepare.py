@@ -19,7 +19,7 @@ from lockstep.strategies.launch.rng import kept_streams
 from lockstep.strategies.optimizers.closures import needs_closure
 from lockstep.trainer.checkpoint import rank_state, snapshot
 from lockstep.trainer.kept.changes import Changes
-from lockstep.trainer.kept.numbers import Numbers
+from lockstep.trainer.kept.numbers import Numbers, not_in_parts
 from lockstep.trainer.kept.outputs import before_backward
 from lockstep.trainer.metrics.store import MetricStore
 from lockstep.trainer.module import Module
@@ -82,9 +82,9 @@ class FitLoop:
 
 def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     """Wrap the model, build loaders and optimizers, restore what is resumed. Every rank calls it."""
-    strategy, checkpoint = run.strategy, run.resumed
+    strategy, can, checkpoint = run.strategy, run.strategy.capabilities, run.resumed
     if checkpoint is not None:
-        now = strategy.virtual_ranks if strategy.capabilities.exact else 0
+        now = strategy.virtual_ranks if can.exact else 0
         resume.check_virtual_ranks(checkpoint.path, checkpoint.state.get("virtual_ranks", 0), now)
         snapshot.restore_datamodule(run, checkpoint)
     run.accumulation_at_start = run.accumulate_grad_batches
@@ -93,7 +93,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
         rank_state.restore_reload(run, run.reload, checkpoint)
     loaders = reload.make(run, module, sources, resumes=run.reload is None or not run.reload.is_of_later_epoch)
     checks.trainable(run, module)
-    run.attributes = Changes(module, run.callbacks, run.datamodule)
+    run.attributes = Changes(module, run.callbacks, run.datamodule, run.trainer)
     if checkpoint is not None:
         with kept_streams():  # of which a new run, which does not call it, draws nothing
             snapshot.load_extra(run, checkpoint)
@@ -106,7 +106,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     closing, unowned = set_up_optimizers(run, module, named, schedulers)
     run.parameter_states = _parameter_states(run, module)
     run.had_parameter_states = bool(run.parameter_states)
-    exact = run.shares is not None or strategy.capabilities.local_steps
+    exact = run.shares is not None or can.local_steps
     run.metrics = MetricStore(module, exact=exact, several=strategy.topology.data_size > 1)
     run.metrics.noticed = run.noticed_names
     if run.shares is not None:
@@ -130,7 +130,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> FitLoop:
     transfer = transfer_of(module, run.datamodule, strategy.to_device, strategy.topology.device)
     return FitLoop(
         check_val_every_n_epoch=run.arguments.check_val_every_n_epoch or 1,
-        training_step=training_step,
+        training_step=training_step if can.runs_step_once else not_in_parts(run, training_step),
         transfer=strategy.to_device if transfer is None else lambda batch: transfer(batch, 0),
         clip=_clip(run, module),
         before_backward=before_backward(run),

@@ -45,6 +45,23 @@ def test_tied_parameters_stay_tied() -> None:
     assert module.scale.dtype == torch.bfloat16
 
 
+def test_functions_share_a_variable_that_they_close_over() -> None:
+    number = 0
+
+    def count() -> None:
+        nonlocal number
+        number += 1
+        if number < 3:
+            count()
+
+    def read() -> int:
+        return number
+
+    sent_count, sent_read = through((count, read))
+    sent_count()
+    assert (sent_read(), read()) == (3, 0)
+
+
 def test_an_optimizer_keeps_its_parameters() -> None:
     sent = Tied()
     module, optimizer = through((sent, torch.optim.AdamW(sent.parameters())))

@@ -140,6 +140,27 @@ def test_attributes_of_parameters_continue(tmp_path: Path) -> None:
         assert {p.ds_weight for p in resumed.parameters()} == {3}, step
 
 
+class OnTrainer(Net):
+    """Keeps on the Trainer what its steps use."""
+
+    def on_train_start(self) -> None:
+        self.trainer.history = [1.0]  # type: ignore[union-attr]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        history = self.trainer.history  # type: ignore[union-attr]
+        history.append(history[-1] * 0.9)
+        return super().training_step(batch, batch_idx) * history[-1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attributes_of_the_trainer_continue(tmp_path: Path, layout: dict[str, Any]) -> None:
+    whole = fit(kind=OnTrainer, callbacks=[Save(tmp_path)], **layout)
+    for step in ("1", "end 0", "5"):
+        resumed = fit(tmp_path / step, OnTrainer, **layout)
+        assert equal(weights(resumed), weights(whole)), step
+        assert resumed.trainer.history == whole.trainer.history and len(whole.trainer.history) == 10
+
+
 @pytest.mark.ranks
 def test_attributes_of_a_module_with_metrics_come_back_from_ranks() -> None:
     assert fit(strategy="ddp", devices=2, max_epochs=1).by_hook == 2

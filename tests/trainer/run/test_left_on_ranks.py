@@ -1,0 +1,161 @@
+"""What user code keeps outside of attributes of the module is in the program after a run on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lockstep.callbacks import Callback, LambdaCallback
+from tests.trainer.toy import Net, loader, quiet
+
+pytestmark = pytest.mark.ranks
+
+RANKS = {"strategy": "ddp", "devices": 2}
+epochs: list[int] = []
+counts = {"by": {"epoch": 0}}
+steps = 0
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.sum, self.values = 0, list[int]()
+
+    def add(self, value: int) -> None:
+        self.sum += value
+        self.values.append(value)
+
+
+class Found:
+    def __init__(self, meter: Meter) -> None:
+        self.scale, self.meter = 0.5, meter
+
+
+meter = Meter()
+
+
+class Keeps(Net):
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = self.same = Meter()
+        self.found: Any = None
+
+    def on_train_start(self) -> None:
+        self.trainer.my_count, self.trainer.history = 0, []  # type: ignore[union-attr]
+        self.found = Found(self.meter)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int, seen: list[int] = []) -> None:  # noqa: B006
+        global steps
+        steps += 1
+        Keeps.calls += 1
+        seen.append(batch_idx)
+        self.meter.add(batch_idx)
+        meter.add(batch_idx)
+        self.trainer.my_count += 1  # type: ignore[union-attr]
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.history.append(self.current_epoch)  # type: ignore[union-attr]
+        self.found.scale /= 2
+
+
+class Calls(Callback):
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.function()
+
+
+def note_epoch(trainer: Any, module: Any) -> None:
+    epochs.append(trainer.current_epoch)
+    counts["by"]["epoch"] += 1
+
+
+def kept(options: dict[str, Any]) -> dict[str, Any]:
+    global steps
+    seen: Any = Keeps.on_train_batch_end.__defaults__
+    steps = Keeps.calls = 0
+    by = counts["by"]
+    for held in (epochs, seen[0], meter.values):
+        held.clear()
+    by["epoch"] = meter.sum = number = 0
+    losses: list[int] = []
+
+    def count() -> None:
+        nonlocal number
+        number += 1
+
+    def show() -> None:
+        losses.append(number)
+
+    module = Keeps()
+    trainer = quiet(
+        max_epochs=2,
+        callbacks=[LambdaCallback(on_train_epoch_end=note_epoch), Calls(count), Calls(show)],
+        split_batches=True,
+        seed=0,
+        **options,
+    )
+    trainer.before = [1]
+    trainer.fit(module, loader(32, 8))
+    assert module.same is module.meter is module.found.meter and type(module.found) is Found
+    return {
+        "trainer": (trainer.my_count, trainer.history, trainer.before),
+        "globals": ([*epochs], steps, counts["by"] is by, {**by}, meter.sum, [*meter.values]),
+        "closures": (number, losses),
+        "class": (Keeps.calls, [*seen[0]]),
+        "objects": (module.meter.sum, module.meter.values, module.found.scale),
+    }
+
+
+def test_what_functions_and_objects_have_collected_comes_back() -> None:
+    assert kept(RANKS) == kept({})
+
+
+class RegistersHook(Net):
+    removes = False
+
+    def setup(self, stage: str) -> None:
+        self.net[3].register_forward_hook(lambda layer, given, made: None)  # each run again
+
+    def on_fit_start(self) -> None:
+        self.handle = self.net[1].register_forward_hook(lambda layer, given, made: made * 0.5)
+
+    def on_fit_end(self) -> None:
+        if self.removes:
+            self.handle.remove()
+
+
+def test_hooks_that_stay_on_ranks_are_refused_in_the_next_run() -> None:
+    module = RegistersHook()
+    quiet(**RANKS).fit(module, loader(16, 4))
+    with pytest.raises(RuntimeError, match=r"registered hooks on net\.1 on its ranks, .* in __init__, configure_model"):
+        quiet().validate(module, loader(16, 4))
+    with pytest.raises(RuntimeError, match=r"registered hooks on net\.1"):
+        quiet(**RANKS).fit(module, loader(16, 4))
+    module.net[1].register_forward_hook(lambda layer, given, made: made * 0.5)
+    quiet().validate(module, loader(16, 4))
+
+
+def test_hooks_that_are_removed_as_a_run_ends_are_not() -> None:
+    module = RegistersHook()
+    module.removes = True
+    trainer = quiet(**RANKS)
+    trainer.fit(module, loader(16, 4))
+    trainer.validate(module, loader(16, 4))
+
+
+class CountsInStep(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trainer.my_count = getattr(self.trainer, "my_count", 0) + 1  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx) * self.trainer.my_count  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("strategy", ["dp", "pipeline"])
+def test_a_step_that_runs_in_parts_may_not_count_on_the_trainer(strategy: str) -> None:
+    trainer = quiet(strategy=strategy, devices=2)
+    with pytest.raises(RuntimeError, match=r"training_step changed trainer\.my_count, .* for parts of a batch"):
+        trainer.fit(CountsInStep(), loader(16, 8))

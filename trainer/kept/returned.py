@@ -1,0 +1,169 @@
+"""What user code has left on rank 0 beside the model, for the program that started the ranks: attributes, objects of
+the program's classes that these hold, and variables of functions."""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.callbacks.base import Callback
+from lockstep.strategies.launch import payload
+from lockstep.trainer.kept.elsewhere import take_layer
+from lockstep.trainer.kept.gone import Gone, take_away
+from lockstep.trainer.kept.identity import in_state_dict
+from lockstep.trainer.kept.owners import is_users_object, layers, objects
+from lockstep.trainer.kept.values import (
+    MOST_ITEMS,
+    attributes,
+    caches_of,
+    fields,
+    filled,
+    is_data,
+    is_same,
+    mark_of,
+    own_data,
+    storages,
+    take_data,
+)
+from lockstep.trainer.kept.variables import variables
+
+_DEPTH = 8
+"""How deep values within others are searched."""
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+_OWN_PICKLE = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
+
+
+class Holders:
+    """All that user code may keep something in, by names that are the same in the program and on a rank as long as
+    nothing has run there."""
+
+    def __init__(self, beside: list[Any], module: nn.Module, callbacks: Iterable[Callback]) -> None:
+        """`callbacks`: of which only the functions are searched that they hold."""
+        self._beside = {f"beside.{i}": owner for i, owner in enumerate(beside)}
+        self.follow(module)
+        self.variables = variables(self.owners | {f"callbacks.{i}": each for i, each in enumerate(callbacks)})
+        seen = {*map(id, self.owners.values())}
+        self.objects = {where: item for path, each in self.owners.items() for where, item in objects(each, path, seen)}
+        for path, variable in self.variables.items():
+            value = variable.read()
+            if is_users_object(value) and id(value) not in seen:
+                seen.add(id(value))
+                self.objects |= {path: value, **dict(objects(value, path, seen))}
+
+    def follow(self, module: nn.Module) -> None:
+        """Take the layers that the module has now."""
+        self.owners = self._beside | {f"layers.{path}": layer for path, layer in layers(module)}
+
+    @property
+    def all(self) -> dict[str, Any]:
+        return self.owners | self.objects
+
+    def take(self, packed: tuple[bytes, list[Any]]) -> None:
+        """Give them what `Left.packed` has returned."""
+        owners = self.all
+        left = _Unpickler(packed, owners).load()
+        for path, values in left["attributes"].items():
+            if path in owners and path in left["caches"]:
+                take_layer(owners[path], values, left["caches"][path])
+            elif path in owners:
+                take_data(owners[path], values)
+        for name, value in left["variables"].items():
+            self.variables[name].write(filled(self.variables[name].read(), value))
+        take_away(owners, left["gone"])
+
+
+class Left:
+    """On a rank: what has changed in `holders` since the run began."""
+
+    def __init__(self, holders: Holders) -> None:
+        self._holders, self._gone = holders, Gone()
+        self._gone.note({path: (owner, own_data(owner)) for path, owner in holders.all.items()})
+        self._at_start = {
+            path: {name: mark_of(value, MOST_ITEMS) for name, value in attributes(owner).items()}
+            for path, owner in holders.all.items()
+        }
+        self._variables = {name: mark_of(variable.read(), MOST_ITEMS) for name, variable in holders.variables.items()}
+
+    def packed(self, module: nn.Module) -> tuple[bytes, list[Any]]:
+        """The values, and the bytes of tensors and arrays. Of tensors of layers not views of weights, which follow
+        these where they are."""
+        self._holders.follow(module)
+        owners, weights = self._holders.all, storages(in_state_dict(module))
+        known = {id(owner): path for path, owner in owners.items() if path in self._at_start}
+        found: dict[str, Any] = {"attributes": {}, "variables": {}, "gone": self._gone.names(owners)}
+        for path, owner in owners.items():
+            found["attributes"][path] = {
+                name: value
+                for name, value in attributes(owner).items()
+                if self._is_sent(path, name, value, known)
+                if not isinstance(value, Tensor) or (value.grad_fn is None and weights.isdisjoint(storages([value])))
+            }
+        found["caches"] = {path: [*caches_of(each)] for path, each in owners.items() if isinstance(each, nn.Module)}
+        for name, variable in self._holders.variables.items():
+            value = variable.read()
+            if not is_same(self._variables[name], mark_of(value, MOST_ITEMS)) and _is_returned(value, known):
+                found["variables"][name] = value
+        buffers: list[Any] = []
+        return _dumped(found, known, buffers), buffers
+
+    def _is_sent(self, path: str, name: str, value: Any, known: Mapping[int, str]) -> bool:
+        """Data of what user code keeps state in always, as loading the state of a callback may have changed it."""
+        if path in self._holders.owners and not isinstance(value, Tensor) and is_data(value):
+            return True
+        before = self._at_start.get(path, {}).get(name)
+        is_new = before is None or not is_same(before, mark_of(value, MOST_ITEMS))
+        return is_new and _is_returned(value, known)
+
+
+def _is_returned(value: Any, known: Mapping[int, str], depth: int = _DEPTH) -> bool:
+    """Whether it is data, what the program knows, or an object of a class of the program that holds these."""
+    if id(value) in known or is_data(value):
+        return True
+    kind: Any = type(value)
+    if kind in _CONTAINERS and depth:
+        return all(_is_returned(item, known, depth - 1) for item in value)
+    if kind in _MAPPINGS and depth:
+        return all(is_data(key) and _is_returned(item, known, depth - 1) for key, item in value.items())
+    if not depth or not is_users_object(value) or "<locals>" in kind.__qualname__ or isinstance(value, (dict, list)):
+        return False
+    if any(name in vars(cls) for cls in kind.__mro__[:-1] for name in _OWN_PICKLE):
+        return False
+    return all(_is_returned(item, known, depth - 1) for item in fields(value).values())
+
+
+class _Pickler(payload.Pickler):
+    """Names what the program knows, and its classes."""
+
+    known: Mapping[int, str]
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, type) and obj.__module__ == "__main__":
+            return obj.__module__, obj.__qualname__
+        return self.known.get(id(obj))
+
+
+def _dumped(found: Any, known: Mapping[int, str], buffers: list[Any]) -> bytes:
+    file = io.BytesIO()
+    pickler = _Pickler(file, buffers.append)
+    pickler.known = known
+    pickler.dump(found)
+    return file.getvalue()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, packed: tuple[bytes, list[Any]], known: Mapping[str, Any]) -> None:
+        super().__init__(io.BytesIO(packed[0]), buffers=packed[1])
+        self._known = known
+
+    def persistent_load(self, name: Any) -> Any:
+        if isinstance(name, str):
+            return self._known[name]
+        return functools.reduce(getattr, name[1].split("."), sys.modules[name[0]])

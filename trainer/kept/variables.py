@@ -1,0 +1,140 @@
+"""What functions of the user's name outside of themselves: variables that they close over, globals of the program,
+default arguments and attributes of functions and classes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lockstep.strategies.launch.program.changes import is_own_class, own_modules
+from lockstep.strategies.launch.program.functions import codes_of, variables_of
+from lockstep.strategies.launch.program.source import is_of_process
+from lockstep.strategies.modules.parameter_hooks import OF_MODULE
+from lockstep.trainer.kept.values import dict_of, fields
+
+_CODE = (FunctionType, MethodType, functools.partial, staticmethod, classmethod, property)
+_HELD_OTHERWISE = (nn.Module, DataLoader, Dataset, Sampler)
+MISSING: Any = object()
+
+
+class Variable(NamedTuple):
+    """Where a value is: a global, a variable of a closure, an attribute of a class or function, a default argument."""
+
+    owner: Any
+    key: Any
+
+    def read(self) -> Any:
+        """`MISSING` if nothing is there."""
+        if isinstance(self.owner, type):
+            return vars(self.owner).get(self.key, MISSING)
+        if isinstance(self.owner, dict):
+            return self.owner.get(self.key, MISSING)
+        try:
+            return self.owner[self.key] if isinstance(self.owner, tuple) else self.owner.cell_contents
+        except ValueError:  # a variable that has no value
+            return MISSING
+
+    def write(self, value: Any) -> None:
+        if isinstance(self.owner, type):
+            type.__setattr__(self.owner, self.key, value)
+        elif isinstance(self.owner, dict):
+            self.owner[self.key] = value
+        elif not isinstance(self.owner, tuple):  # of default arguments only the content can change
+            self.owner.cell_contents = value
+
+
+def variables(owners: Mapping[str, Any]) -> dict[str, Variable]:
+    """By name those of the methods of these objects, of the functions that they hold, and of hooks of layers; in the
+    same order and with the same names in any process that holds the same."""
+    search = _Search()
+    for path, owner in owners.items():
+        search.held_by(owner, path)
+    return search.found
+
+
+class _Search:
+    """Goes to each function and class of the program once."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Variable] = {}
+        self._seen = set[int]()
+        self._places = set[tuple[int, Any]]()
+        self._modules = {*own_modules(), "__main__"}
+
+    def held_by(self, owner: Any, path: str) -> None:
+        self._class(type(owner))
+        for name, value in sorted(fields(owner).items(), key=lambda item: str(item[0])):
+            self._code(value, f"{path}.{name}")
+        for name in OF_MODULE if isinstance(owner, nn.Module) else ():
+            for i, hook in enumerate(dict_of(owner).get(name, {}).values()):
+                self._code(hook, f"{path}.{name}.{i}")
+
+    def _class(self, of: type) -> None:
+        for kind in of.__mro__:
+            if id(kind) in self._seen or not is_own_class(kind):
+                continue
+            self._seen.add(id(kind))
+            path = f"{kind.__module__}.{kind.__qualname__}"
+            for name, value in sorted(vars(kind).items()):
+                if isinstance(value, _CODE):
+                    self._code(value, f"{path}.{name}")
+                elif not name.startswith("__"):
+                    self._variable(Variable(kind, name), f"{path}.{name}")
+
+    def _variable(self, variable: Variable, path: str) -> None:
+        value, place = variable.read(), (id(variable.owner), variable.key)
+        if isinstance(value, (*_CODE, type)):
+            self._code(value, path)
+        elif place not in self._places and not isinstance(value, (ModuleType, *_HELD_OTHERWISE)):
+            self._places.add(place)
+            while path in self.found:
+                path += "'"
+            self.found[path] = variable
+
+    def _code(self, value: Any, path: str) -> None:
+        if isinstance(value, functools.partial):
+            for i, part in enumerate((value.func, *value.args, *value.keywords.values())):
+                self._code(part, f"{path}.{i}")
+        elif isinstance(value, MethodType):
+            self._code(value.__func__, path)
+        elif isinstance(value, property):
+            for part in (value.fget, value.fset):
+                self._code(part, path)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self._code(value.__func__, path)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, FunctionType) and id(value) not in self._seen:
+            self._seen.add(id(value))
+            if value.__globals__.get("__name__") in self._modules:
+                self._function(value, path)
+
+    def _function(self, function: FunctionType, path: str) -> None:
+        for name, cell, _ in variables_of(function):
+            self._variable(Variable(cell, ""), f"{path}.{name}")
+        names = sorted({name for code in codes_of(function) for name in code.co_names if name.isidentifier()})
+        for owner in (function.__globals__, *self._imported(function.__globals__, names)):
+            module = owner.get("__name__")
+            for name in names:
+                if name in owner and not name.startswith("__") and not is_of_process(name, owner[name]):
+                    self._variable(Variable(owner, name), f"{module}.{name}")
+        for i in range(len(function.__defaults__ or ())):
+            self._variable(Variable(function.__defaults__, i), f"{path}.defaults.{i}")
+        for held in (function.__kwdefaults__ or {}, vars(function)):
+            for name in sorted(map(str, held)):
+                self._variable(Variable(held, name), f"{path}.{name}")
+        self._code(vars(function).get("__wrapped__"), path)
+
+    def _imported(self, of: Mapping[str, Any], names: Iterable[str]) -> Iterator[dict[str, Any]]:
+        """The globals of modules of the program that a function may name."""
+        modules = [of[name] for name in names if isinstance(of.get(name), ModuleType)]
+        for module in modules:  # grows by modules within packages
+            if module.__name__ in self._modules:
+                yield vars(module)
+                inner = [vars(module).get(name) for name in names]
+                modules += (each for each in inner if isinstance(each, ModuleType) and each not in modules)
