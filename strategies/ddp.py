@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.launch.rng import SharedDraws
 from lockstep.strategies.losses import counting_nothing, reached_by
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import changed_within_window, partial_gradient, prepared, shortened
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
 from lockstep.strategies.modules.unused_parameters import refuse_unstepped
+from lockstep.strategies.optimizers.probe import is_plain
 from lockstep.strategies.replica import Replica
 from lockstep.strategies.single import SingleDevice
 from lockstep.strategies.spmd import SPMDStrategy
@@ -93,6 +95,7 @@ class DDP(SPMDStrategy[Replica]):
         self._optimizers: Collection[Optimizer] = ()
         self.broadcast_buffers = broadcast_buffers
         self._synced: list[nn.Module] = []
+        self._draws: list[SharedDraws] = []
         if all_reduce != "auto" and (all_reduce not in ALGORITHMS or compress is not None):
             raise ValueError(
                 f"all_reduce={all_reduce!r} contradicts compress, which exchanges gradients itself; give one of them"
@@ -130,7 +133,11 @@ class DDP(SPMDStrategy[Replica]):
         self._buffers = SharedBuffers(wrapped.model, self.broadcast_buffers)
         if optimizers:
             self._wrap_stepped(wrapped)
-        return super().setup_optimizers(wrapped, optimizers)
+        optimizers = super().setup_optimizers(wrapped, optimizers)
+        if self.topology.world_size > 1 and not self.virtual_ranks:  # whose shares are followed by a stream of all
+            tried = [optimizer for optimizer in optimizers.values() if not is_plain(optimizer)]
+            self._draws = [SharedDraws(each, self.broadcast, self.topology.rank == 0) for each in tried]
+        return optimizers
 
     def _wrap_stepped(self, wrapped: Replica) -> None:
         """Let DDP wait for the gradients of what the optimizers step now."""
@@ -140,6 +147,8 @@ class DDP(SPMDStrategy[Replica]):
 
     def teardown(self) -> None:
         self._optimizers, self._buffers = (), None
+        while self._draws:
+            self._draws.pop().close()
         if self._all_reduce is not None:
             self._all_reduce.close()
             self._all_reduce = None

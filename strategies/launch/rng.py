@@ -5,13 +5,17 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from lockstep.strategies.launch import environment
+
+_LOOKS = 16
+"""Steps in which it is seen whether an optimizer draws; later ones of an optimizer that has not cost nothing."""
 
 
 def seed_streams(seed: int) -> None:
@@ -79,3 +83,40 @@ def take_first_streams(broadcast: Callable[[Any], Any], is_first: bool) -> None:
     shared = broadcast(data if is_first else shared)
     if not is_first and not environment.in_plan():  # where the others do what this one does
         restore_streams(pickle.loads(shared.numpy().tobytes()))
+
+
+class SharedDraws:
+    """Lets an optimizer draw on every rank what it draws on rank 0, as on one process.
+
+    The streams of ranks differ, for noise of the model, so that each replica would get noise of its own.
+    """
+
+    def __init__(self, optimizer: Optimizer, broadcast: Callable[[Any], Any], is_first: bool) -> None:
+        self._broadcast, self._is_first = broadcast, is_first
+        self._steps, self._draws = 0, False
+        self._open: tuple[AbstractContextManager[None], dict[str, Any]] | None = None
+        self._handles = [
+            optimizer.register_step_pre_hook(self._begin),
+            optimizer.register_step_post_hook(self._end),
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(args) > 1 or kwargs.get("closure") is not None:  # which runs the model, on each rank with its own noise
+            return
+        shared = shared_streams(self._broadcast, self._is_first)
+        shared.__enter__()
+        self._open = shared, stream_states()
+
+    def _end(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._open is None:
+            return
+        (shared, states), self._open = self._open, None
+        self._draws = self._draws or has_drawn(states)
+        shared.__exit__(None, None, None)
+        self._steps += 1
+        if self._steps == _LOOKS and not self._draws:
+            self.close()

@@ -371,3 +371,45 @@ def test_only_deterministic_algorithms_where_asked_for_and_as_before_afterwards(
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.backends.cudnn.benchmark and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+class Langevin(torch.optim.Optimizer):
+    """Adds noise to each parameter, from the stream of the process."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"]).add_(torch.randn_like(p), alpha=1e-2)
+
+
+class Sampled(Net):
+    def configure_optimizers(self) -> Any:
+        return Langevin(self.parameters(), 1e-2)
+
+
+class SampledByHand(Sampled):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", [Sampled, SampledByHand])
+def test_an_optimizer_draws_on_ranks_what_it_draws_on_one_process(kind: type[Net]) -> None:
+    found = []
+    options: dict[str, Any] = {"split_batches": True, "precision": "64-true", "seed": 0, "max_epochs": 5}
+    for layout in ({}, {"strategy": "ddp", "devices": 2}):
+        module = kind()
+        module.load_state_dict(net().state_dict())
+        trainer = quiet(**options, **layout)
+        trainer.fit(module, loader(32, 8))
+        found.append(weights(module))
+    assert distance(found[1], found[0]) < 1e-12
