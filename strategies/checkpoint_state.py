@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Protocol
@@ -180,6 +181,27 @@ def plain_config(value: Any) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def configs_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """The keys by which configs of omegaconf are reached in dicts and lists: a list of them, or the only one."""
+    if plain_config(value) is not value:
+        yield path[0] if len(path) == 1 else [*path]
+    elif isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from configs_in(item, (*path, key))
+
+
+def put_config(held: Any, path: Any) -> None:
+    """Let a dict or list that `configs_in` has found be a config of omegaconf again, unless it is not there."""
+    path = path if isinstance(path, list) else [path]
+    with suppress(LookupError, TypeError):
+        for key in path[:-1]:
+            held = held[key]
+        if isinstance(held[path[-1]], (dict, list)):
+            from omegaconf import OmegaConf
+
+            held[path[-1]] = OmegaConf.create(held[path[-1]])
 
 
 def gather_state(

@@ -30,7 +30,8 @@ from lockstep.strategies.sync.step_agreement import StepAgreement
 _log = logging.getLogger("lockstep")
 
 REFUSES = {
-    "manual_optimization": "local updates step each learner's optimizers, not the module; use automatic optimization",
+    "manual_optimization": "automatic_optimization = False steps the optimizers of the module, with a closure too, but "
+    "in local updates each learner has its own; use automatic optimization",
     "closures": "local updates compute a gradient once, not by closures that optimizers call; use another optimizer",
     "16-mixed": "precision='16-mixed' scales losses by what overflowed on a rank; with local updates use 'bf16-mixed'",
     "assigned_optimizers": "each learner of local updates steps its own",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -275,6 +276,22 @@ class FewOwn(Own):
     """Only the last rank has samples."""
 
     COUNTS = (0, 5)
+
+
+class Locked(FewOwn):
+    """Its samples cannot be sent."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((*sample, threading.Lock()) for sample in super().__iter__())
+
+
+def test_a_batch_that_cannot_be_sent_to_a_rank_without_one_is_refused() -> None:
+    def collated(samples: list[Any]) -> Any:
+        return torch.stack([x for x, *_ in samples]), torch.tensor([int(y) for _, y, _ in samples]), samples[0][2]
+
+    trainer = quiet(strategy="ddp", devices=2, accelerator="cpu")
+    with pytest.raises(TypeError, match=r"rank 1's cannot be pickled \(.*lock.*\); let batches hold tensors"):
+        trainer.fit(net(), DataLoader(Locked(), batch_size=4, collate_fn=collated))
 
 
 class Together(Net):

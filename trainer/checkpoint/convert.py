@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.callbacks._support.files import replacing
+from lockstep.strategies import checkpoint_state
 from lockstep.strategies.checkpoint_state import TensorShard, is_packed_tensor, pack, plain_config, unpack
 from lockstep.trainer.checkpoint import safetensors_file
 from lockstep.trainer.checkpoint.manifest import reason
@@ -148,7 +149,7 @@ def _hyperparameters(checkpoint: Checkpoint) -> dict[str, Any]:
         if f"{prefix}hyperparameters" in state or not prefix:
             found[f"{prefix}hyper_parameters"] = _plain(given)
             note[f"{prefix}unsaved"] = state.get(f"{prefix}hyperparameters_unsaved", [])
-            note[f"{prefix}configs"] = [key for key, value in given.items() if plain_config(value) is not value]
+            note[f"{prefix}configs"] = [*checkpoint_state.configs_in(given)]
         if name is not None:
             found[f"{prefix}hparams_name"] = name
     if state.get("datamodule"):
@@ -160,11 +161,9 @@ def given_in(loaded: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any
     """The hyperparameters in a file in Lightning's layout, and names of those that were not saved."""
     given = loaded.get(f"{prefix}hyper_parameters")
     values = {key: value for key, value in given.items() if type(key) is str} if isinstance(given, Mapping) else {}
-    for name in values.keys() & set(_noted(loaded, f"{prefix}configs")):
-        from omegaconf import OmegaConf
-
-        values[name] = OmegaConf.create(values[name])
-    return values, _noted(loaded, f"{prefix}unsaved")
+    for path in _noted(loaded, f"{prefix}configs", (str, list)):
+        checkpoint_state.put_config(values, path)
+    return values, _noted(loaded, f"{prefix}unsaved", str)
 
 
 def note_in(loaded: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -173,9 +172,9 @@ def note_in(loaded: Mapping[str, Any]) -> Mapping[str, Any]:
     return note if isinstance(note, Mapping) else {}
 
 
-def _noted(loaded: Mapping[str, Any], key: str) -> list[str]:
+def _noted(loaded: Mapping[str, Any], key: str, kinds: Any) -> list[Any]:
     names = note_in(loaded).get(key)
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return [name for name in names if isinstance(name, kinds)] if isinstance(names, list) else []
 
 
 def _torch_state(saved: dict[str, Any], plain: Callable[[Any], Any]) -> dict[str, Any]:

@@ -429,7 +429,7 @@ class Plateau(Logs):
         (DiLoCo, {"callbacks": [Guard(non_finite="skip")]}, r"Guard\(non_finite='skip'\) needs ranks that agree"),
         (DiLoCo, {"callbacks": [GradientNorm()]}, "shows one gradient of all ranks"),
         (DiLoCo, {"callbacks": [WeightAveraging()]}, "keeps state beside the parameters"),
-        (DiLoCo, {"module": Manual()}, "use automatic optimization"),
+        (DiLoCo, {"module": Manual()}, "automatic_optimization = False .* each learner has its own; use automatic"),
         (DiLoCo, {"module": Plateau()}, "monitors 'loss' in each step"),
         (DiLoCo, {"virtual_ranks": 2}, "which DiLoCo cannot"),
         (DiLoCo, {"module": CallsInStep()}, "all_gather was called within a learner's step"),

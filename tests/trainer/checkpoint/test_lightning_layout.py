@@ -150,6 +150,26 @@ def test_an_export_names_what_was_not_saved(exported: Path) -> None:
         assert Activated.load_from_checkpoint(path, activation=torch.tanh).net[0].out_features == 6
 
 
+class Nested(Net):
+    def __init__(self, options: Any = None, several: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_configs_within_hyperparameters_stay_configs(tmp_path: Path) -> None:
+    config = OmegaConf.create({"width": 6, "deep": {"er": [1]}})
+    trainer = quiet(accelerator="cpu", devices=1)
+    trainer.fit(Nested({"model": config, "n": 2}, [config, 3]), loader(16, 4))
+    trainer.save_checkpoint(tmp_path / "c")
+    assert main(["checkpoint", "export", str(tmp_path / "c"), str(tmp_path / "c.ckpt")]) == 0
+    arguments = ["checkpoint", "import", "--trust-pickle", str(tmp_path / "c.ckpt"), str(tmp_path / "again")]
+    assert main(arguments) == 0
+    for path in (tmp_path / "c", tmp_path / "c.ckpt", tmp_path / "again"):
+        found = Nested.load_from_checkpoint(path).hparams
+        assert found.options["model"].deep.er == [1] and found.options["n"] == 2, path
+        assert found.several[0].width == 6 and found.several[1] == 3, path
+
+
 def test_an_export_has_the_datamodule(exported: Path) -> None:
     for path in (exported / "c", exported / "c.ckpt"):
         with pytest.raises(TypeError, match="Sized needs collate, which checkpoint .* does not hold"):
