@@ -29,7 +29,7 @@ from lockstep.trainer.setup.loaders import follow_training, samples_of_all
 from lockstep.trainer.setup.optimizers import step_schedulers
 from lockstep.trainer.setup.own_steps import OwnStep, in_its_place, with_local_steps
 from lockstep.trainer.setup.prepare import FitLoop
-from lockstep.trainer.shares.ends import clear_learners, end_shares, turns
+from lockstep.trainer.shares.ends import clear_learners, compare_counts, end_shares, turns
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module
@@ -237,6 +237,7 @@ def _finish_epoch(run: RunState, module: Module, loop: FitLoop, stop: bool, step
     progress = run.progress
     run.strategy.synchronize(run.wrapped)
     loop.guards.check_data(loop.train_loader)
+    compare_counts(run)
     ends = run.max_epochs is not None or (run.strategy.capabilities.local_steps and steps > 0)
     if progress.global_step == steps and not ends and not stop and not batches:
         raise ValueError(

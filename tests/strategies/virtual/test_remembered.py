@@ -223,3 +223,21 @@ def test_learners_of_a_rank_may_collect_what_an_evaluation_finds() -> None:
     trainer.fit(Collects("outs"), loader(32), loader(32))
     total = sum(float(batch[0].sum()) for batch in loader(32))
     assert float(trainer.callback_metrics["total"]) == pytest.approx(total, rel=1e-5)
+
+
+class KeepsByRank(Callback):
+    def __init__(self) -> None:
+        self.number = 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.number += 1 + trainer.global_rank
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        raise AssertionError("it would read another number on each rank")
+
+
+@pytest.mark.ranks
+def test_a_number_of_a_callback_that_differs_between_ranks_is_refused_before_an_epoch_ends() -> None:
+    trainer = quiet(strategy="ddp", devices=2, virtual_ranks=4, callbacks=[KeepsByRank()])
+    with pytest.raises(RuntimeError, match=r"changed KeepsByRank\.number by another number in one share"):
+        trainer.fit(Net(), loader(32, 4))
