@@ -24,7 +24,7 @@ from lockstep.strategies.methods.options import Rounds
 from lockstep.strategies.methods.outer import Counterparts, Outer
 from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.optimizers import modes
-from lockstep.strategies.sync.buffers import share_buffers
+from lockstep.strategies.sync.buffers import FollowedShapes, share_buffers
 from lockstep.strategies.sync.step_agreement import StepAgreement
 
 _log = logging.getLogger("lockstep")
@@ -178,6 +178,7 @@ class LearnerRounds(ComparedWeights[W]):
         if not self._buffers_together:
             self._load(wrapped, {}, 0)
             if self._in_group:
+                FollowedShapes().follow(self.unwrap(wrapped).modules())
                 share_buffers(self.unwrap(wrapped).modules())
                 outer.share_still()
             self._buffers_together = True

@@ -30,6 +30,8 @@ _NORMS = (
 )
 _LOOKS = 10
 """Steps in which the host waits for an accelerator to compare buffers."""
+_DIMS = 8
+"""More than the dimensions of a buffer whose shape is followed."""
 
 
 @contextmanager
@@ -174,6 +176,32 @@ class SharedBuffers:
         lacks = 0 if window.has_samples else 1 if any(part.num_samples for part in window.micro_batches) else 2
         device = next((buffer.device for buffer in self.model.buffers()), None)
         return int(all_gather(torch.tensor(lacks, device=device), group).argmin())
+
+
+class FollowedShapes:
+    """Lets buffers that user code has given another shape have that of the first rank's, whose values follow."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def follow(self, modules: Iterable[nn.Module], group: dist.ProcessGroup | None = None) -> None:
+        """Every rank of the group calls it. On an accelerator the host waits for it, so only in the first steps."""
+        places = [
+            (module, name, buffer)
+            for module in modules
+            if not all(cls.__module__.startswith("torch.") for cls in type(module).__mro__[:-1])
+            for name, buffer in _kept(module)
+            if type(buffer) is Tensor and buffer.dim() < _DIMS
+        ]
+        if not places or (self._looks >= _LOOKS and not places[0][2].is_cpu):
+            return
+        self._looks += 1
+        shapes = [[buffer.dim(), *buffer.shape, *[0] * (_DIMS - 1 - buffer.dim())] for _, _, buffer in places]
+        found = torch.tensor(shapes, device=places[0][2].device)
+        dist.broadcast(found, group=group, group_src=0)
+        for (module, name, buffer), (dim, *sizes) in zip(places, found.tolist(), strict=True):
+            if [*buffer.shape] != sizes[:dim]:
+                module._buffers[name] = buffer.new_empty(sizes[:dim])
 
 
 @torch.no_grad()

@@ -150,6 +150,7 @@ class VirtualPipeline(StagedStrategy, VirtualStep[Staged]):
         result = self._receive(wrapped, self._agreement, in_tree=True)
         result = self._conclude(wrapped, result, hooks, window.num_samples)
         if self._ranks.data_group is not None:
+            self._shapes.follow(self._buffered, self._ranks.data_group)
             share_buffers(self._buffered, self._ranks.data_group)
         return result
 

@@ -62,6 +62,7 @@ class VirtualReplicas(VirtualStep):
     ) -> StepResult:
         result = super().forward_backward(wrapped, step_fn, window, hooks)
         if self._in_group:  # those of share 0
+            self._shapes.follow(wrapped.modules())
             share_buffers(wrapped.modules())
         return result
 

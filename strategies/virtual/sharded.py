@@ -73,6 +73,7 @@ class VirtualSharded(ShardedStrategy, VirtualStep["MeshModel"]):
                 "reduced for each loss; set accumulate_grad_batches=1, or use strategy='ddp'"
             )
         result = super().forward_backward(wrapped, step_fn, window, hooks)
+        self._shapes.follow(self.unwrap(wrapped).modules())
         share_buffers(self.unwrap(wrapped).modules())
         return result
 

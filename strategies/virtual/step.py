@@ -37,6 +37,7 @@ from lockstep.strategies.modules.model_changes import (
 )
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.step import weighted_losses
+from lockstep.strategies.sync.buffers import FollowedShapes
 from lockstep.strategies.sync.collectives import clip_values, holders
 from lockstep.strategies.sync.contents import checksum
 from lockstep.strategies.sync.step_agreement import StepAgreement
@@ -67,6 +68,7 @@ class VirtualStep(ShareHooks[W], SPMDStrategy[W]):
     virtual_ranks = 1
     _num_windows = 0
     _threads: int | None = None
+    _shapes: FollowedShapes
     """What torch had before `setup`."""
 
     def configure(
@@ -84,6 +86,7 @@ class VirtualStep(ShareHooks[W], SPMDStrategy[W]):
         return chosen
 
     def setup(self) -> Topology:
+        self._shapes = FollowedShapes()
         super().setup()
         if self.topology.device.type == "cpu" and self._threads is None:  # a sum's order follows their number
             self._threads = torch.get_num_threads()

@@ -12,7 +12,7 @@ import torch
 from lockstep import DataModule
 from lockstep.callbacks import Callback
 from lockstep.strategies import LocalSGD
-from tests.trainer.toy import Net, loader, quiet
+from tests.trainer.toy import Net, equal, loader, quiet, weights
 
 STATE = {"n": 0}
 NAMES = SimpleNamespace(n=0)
@@ -241,3 +241,38 @@ def test_a_number_of_a_callback_that_differs_between_ranks_is_refused_before_an_
     trainer = quiet(strategy="ddp", devices=2, virtual_ranks=4, callbacks=[KeepsByRank()])
     with pytest.raises(RuntimeError, match=r"changed KeepsByRank\.number by another number in one share"):
         trainer.fit(Net(), loader(32, 4))
+
+
+class Grows(Net):
+    """Keeps what it sees in a buffer that another share makes of another length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first = batch[0][:, 0]
+        self.seen = torch.cat([self.seen, first[first > 0]])
+        return super().training_step(batch, batch_idx) * (1 + 0.1 * self.seen.mean().nan_to_num())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        ({"strategy": "ddp"}, {"virtual_ranks": 2}),
+        ({"strategy": "fsdp"}, {"virtual_ranks": 2}),
+        ({"strategy": LocalSGD(learners=2, period=2)}, {"strategy": LocalSGD(learners=2, period=2)}),
+    ],
+    ids=["ddp", "fsdp", "local_sgd"],
+)
+def test_a_buffer_whose_length_depends_on_samples_follows_the_first_share(
+    ranks: dict[str, Any], options: dict[str, Any]
+) -> None:
+    found = []
+    for layout in ({"devices": 1, **options}, {"devices": 2, **options, **ranks}):
+        torch.manual_seed(0)
+        module = Grows()
+        quiet(split_batches=True, **layout).fit(module, loader(24, 8))
+        found.append((module.seen, *weights(module)))
+    assert equal(*map(list, found)) and len(found[0][0])
