@@ -337,7 +337,9 @@ def _untyped_storage(buffer: Any, is_shared: bool) -> torch.UntypedStorage:
     if buffer is None:
         return torch.UntypedStorage(0)
     storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-    return storage.share_memory_() if is_shared else storage
+    if is_shared:
+        return storage.share_memory_()
+    return storage.clone() if storage.nbytes() < _LARGE else storage  # torch resizes only what it has allocated
 
 
 def _anonymous_file() -> int:

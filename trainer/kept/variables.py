@@ -69,7 +69,8 @@ class _Search:
     def held_by(self, owner: Any, path: str) -> None:
         self._class(type(owner))
         for name, value in sorted(fields(owner).items(), key=lambda item: str(item[0])):
-            self._code(value, f"{path}.{name}")
+            if callable(value) and not isinstance(value, nn.Module):
+                self._variable(Variable(dict_of(owner), name), f"{path}.{name}")
         for name in OF_MODULE if isinstance(owner, nn.Module) else ():
             for i, hook in enumerate(dict_of(owner).get(name, {}).values()):
                 self._code(hook, f"{path}.{name}.{i}")
@@ -95,11 +96,15 @@ class _Search:
             while path in self.found:
                 path += "'"
             self.found[path] = variable
+            self._class(type(value))
 
     def _code(self, value: Any, path: str) -> None:
         if isinstance(value, functools.partial):
-            for i, part in enumerate((value.func, *value.args, *value.keywords.values())):
-                self._code(part, f"{path}.{i}")
+            self._code(value.func, f"{path}.func")
+            for i in range(len(value.args)):
+                self._variable(Variable(value.args, i), f"{path}.{i}")
+            for name in sorted(value.keywords):
+                self._variable(Variable(value.keywords, name), f"{path}.{name}")
         elif isinstance(value, MethodType):
             self._code(value.__func__, path)
         elif isinstance(value, property):

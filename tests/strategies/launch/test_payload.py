@@ -45,6 +45,11 @@ def test_tied_parameters_stay_tied() -> None:
     assert module.scale.dtype == torch.bfloat16
 
 
+def test_a_small_buffer_can_be_resized() -> None:
+    arrived = through(torch.arange(3.0))
+    assert arrived.resize_(5)[:3].tolist() == [0, 1, 2]
+
+
 def test_functions_share_a_variable_that_they_close_over() -> None:
     number = 0
 
