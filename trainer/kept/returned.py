@@ -3,10 +3,8 @@ the program's classes that these hold, and variables of functions."""
 
 from __future__ import annotations
 
-import functools
 import io
 import pickle
-import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -49,7 +47,8 @@ class Holders:
         """`callbacks`: of which only the functions are searched that they hold."""
         self._beside = {f"beside.{i}": owner for i, owner in enumerate(beside)}
         self.follow(module)
-        self.variables = variables(self.owners | {f"callbacks.{i}": each for i, each in enumerate(callbacks)})
+        searched = self.owners | {f"callbacks.{i}": each for i, each in enumerate(callbacks)}
+        self.variables, self._classes = variables(searched)
         seen = {*map(id, self.owners.values())}
         self.objects = {where: item for path, each in self.owners.items() for where, item in objects(each, path, seen)}
         for path, variable in self.variables.items():
@@ -66,10 +65,15 @@ class Holders:
     def all(self) -> dict[str, Any]:
         return self.owners | self.objects
 
+    @property
+    def named(self) -> dict[str, Any]:
+        """What is sent by its name."""
+        return self.all | {f"class {name}": kind for name, kind in self._classes.items()}
+
     def take(self, packed: tuple[bytes, list[Any]]) -> None:
         """Give them what `Left.packed` has returned."""
         owners = self.all
-        left = _Unpickler(packed, owners).load()
+        left = _Unpickler(packed, self.named).load()
         for path, values in left["attributes"].items():
             if path in owners and path in left["caches"]:
                 take_layer(owners[path], values, left["caches"][path])
@@ -97,7 +101,8 @@ class Left:
         these where they are."""
         self._holders.follow(module)
         owners, weights = self._holders.all, storages(in_state_dict(module))
-        known = {id(owner): path for path, owner in owners.items() if path in self._at_start}
+        named = self._holders.named
+        known = {id(each): name for name, each in named.items() if name not in owners or name in self._at_start}
         found: dict[str, Any] = {"attributes": {}, "variables": {}, "gone": self._gone.names(owners)}
         for path, owner in owners.items():
             found["attributes"][path] = {
@@ -132,7 +137,8 @@ def _is_returned(value: Any, known: Mapping[int, str], depth: int = _DEPTH) -> b
         return all(_is_returned(item, known, depth - 1) for item in value)
     if kind in _MAPPINGS and depth:
         return all(is_data(key) and _is_returned(item, known, depth - 1) for key, item in value.items())
-    if not depth or not is_users_object(value) or "<locals>" in kind.__qualname__ or isinstance(value, (dict, list)):
+    by_name = kind.__module__ != "__main__" and "<locals>" not in kind.__qualname__
+    if not depth or not is_users_object(value) or not (by_name or id(kind) in known) or isinstance(value, (dict, list)):
         return False
     if any(name in vars(cls) for cls in kind.__mro__[:-1] for name in _OWN_PICKLE):
         return False
@@ -140,13 +146,11 @@ def _is_returned(value: Any, known: Mapping[int, str], depth: int = _DEPTH) -> b
 
 
 class _Pickler(payload.Pickler):
-    """Names what the program knows, and its classes."""
+    """Names what the program knows."""
 
     known: Mapping[int, str]
 
     def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, type) and obj.__module__ == "__main__":
-            return obj.__module__, obj.__qualname__
         return self.known.get(id(obj))
 
 
@@ -164,6 +168,4 @@ class _Unpickler(pickle.Unpickler):
         self._known = known
 
     def persistent_load(self, name: Any) -> Any:
-        if isinstance(name, str):
-            return self._known[name]
-        return functools.reduce(getattr, name[1].split("."), sys.modules[name[0]])
+        return self._known[name]

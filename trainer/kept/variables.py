@@ -48,13 +48,13 @@ class Variable(NamedTuple):
             self.owner.cell_contents = value
 
 
-def variables(owners: Mapping[str, Any]) -> dict[str, Variable]:
-    """By name those of the methods of these objects, of the functions that they hold, and of hooks of layers; in the
-    same order and with the same names in any process that holds the same."""
+def variables(owners: Mapping[str, Any]) -> tuple[dict[str, Variable], dict[str, type]]:
+    """By name those of the methods of these objects, of the functions that they hold, and of hooks of layers, and the
+    program's classes that these name; in the same order and with the same names in any process that holds the same."""
     search = _Search()
     for path, owner in owners.items():
         search.held_by(owner, path)
-    return search.found
+    return search.found, search.classes
 
 
 class _Search:
@@ -62,6 +62,7 @@ class _Search:
 
     def __init__(self) -> None:
         self.found: dict[str, Variable] = {}
+        self.classes: dict[str, type] = {}
         self._seen = set[int]()
         self._places = set[tuple[int, Any]]()
         self._modules = {*own_modules(), "__main__"}
@@ -81,6 +82,9 @@ class _Search:
                 continue
             self._seen.add(id(kind))
             path = f"{kind.__module__}.{kind.__qualname__}"
+            while path in self.classes:  # as of two that a function has made
+                path += "'"
+            self.classes[path] = kind
             for name, value in sorted(vars(kind).items()):
                 if isinstance(value, _CODE):
                     self._code(value, f"{path}.{name}")

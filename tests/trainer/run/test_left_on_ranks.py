@@ -83,6 +83,10 @@ def kept(options: dict[str, Any]) -> dict[str, Any]:
         held.clear()
     by["epoch"] = meter.sum = number = 0
     losses: list[int] = []
+    made: list[Any] = []
+
+    class Local:
+        number = 0
 
     def count() -> None:
         nonlocal number
@@ -90,6 +94,8 @@ def kept(options: dict[str, Any]) -> dict[str, Any]:
 
     def show() -> None:
         losses.append(number)
+        made.append(Local())
+        made[-1].number = number
 
     module = Keeps()
     trainer = quiet(
@@ -105,7 +111,7 @@ def kept(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "trainer": (trainer.my_count, trainer.history, trainer.before),
         "globals": ([*epochs], steps, counts["by"] is by, {**by}, meter.sum, [*meter.values]),
-        "closures": (number, losses),
+        "closures": (number, losses, [(type(each) is Local, each.number) for each in made]),
         "class": (Keeps.calls, [*seen[0]]),
         "objects": (module.meter.sum, module.meter.values, module.found.scale),
     }
