@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,8 +43,15 @@ class Holders:
     """All that user code may keep something in, by names that are the same in the program and on a rank as long as
     nothing has run there."""
 
-    def __init__(self, beside: list[Any], module: nn.Module, callbacks: Iterable[Callback]) -> None:
-        """`callbacks`: of which only the functions are searched that they hold."""
+    def __init__(
+        self,
+        beside: list[Any],
+        module: nn.Module,
+        callbacks: Iterable[Callback],
+        names: Collection[str] | None = None,
+    ) -> None:
+        """`callbacks`: of which only the functions are searched that they hold. `names`: those of the program, which
+        may hold more than it has sent."""
         self._beside = {f"beside.{i}": owner for i, owner in enumerate(beside)}
         self.follow(module)
         searched = self.owners | {f"callbacks.{i}": each for i, each in enumerate(callbacks)}
@@ -56,6 +63,14 @@ class Holders:
             if is_users_object(value) and id(value) not in seen:
                 seen.add(id(value))
                 self.objects |= {path: value, **dict(objects(value, path, seen))}
+        if names is not None:
+            self.objects = {name: item for name, item in self.objects.items() if name in names}
+            self.variables = {name: item for name, item in self.variables.items() if name in names}
+            self._classes = {name: item for name, item in self._classes.items() if name in names}
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset({*self.objects, *self.variables, *self._classes})
 
     def follow(self, module: nn.Module) -> None:
         """Take the layers that the module has now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,8 @@ def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str |
     before, streams = run.log_dir, rng_state()
     run.module, run.stage = module, "fit"
     ahead.check(run, module, sources, "fit", resumes=ckpt_path is not None)
-    attempts = _Attempts(run, (module, sources), streams, ckpt_path)
+    holders = Holders(_owners(run), module, run.callbacks)
+    attempts = _Attempts(run, (module, sources), (streams, holders.names), ckpt_path)
     run.begun = True
     try:
         result = restart.keep_going(
@@ -52,16 +54,17 @@ def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str |
     except BaseException:
         run.log_dir = before
         raise
-    _adopt(run, module, result)
+    _adopt(run, module, result, holders)
 
 
 class _Attempts:
     """The launches of one run. All have the same folder, which is chosen here."""
 
     def __init__(
-        self, run: RunState, trained: tuple[Module, Sources], streams: dict[str, Any], ckpt_path: str | None
+        self, run: RunState, trained: tuple[Module, Sources], given: tuple[Any, ...], ckpt_path: str | None
     ) -> None:
-        self._run, self._trained, self._streams, self._ckpt_path = run, trained, streams, ckpt_path
+        """`given`: the last arguments of `_on_rank`."""
+        self._run, self._trained, self._given, self._ckpt_path = run, trained, given, ckpt_path
         self._log_dir = run.log_dir
         self._skipped: set[Any] = set()
         """Checkpoints that cannot be resumed."""
@@ -92,7 +95,7 @@ class _Attempts:
             checkpoint = self.begins_from(number)
             for logger in run.loggers if number else ():  # ranks of an attempt before have written it
                 logger.forget_held()
-            work = (run, "fit", module, sources, checkpoint, self._streams)
+            work = (run, "fit", module, sources, checkpoint, *self._given)
             try:
                 if run.strategy.starts_ranks:
                     return run.strategy.launch(_on_rank, *work)
@@ -115,8 +118,9 @@ def launch_evaluation(run: RunState, stage: str, module: Module, sources: Source
     """Launch ranks that validate, test or predict; return what rank 0 returned."""
     ahead.check(run, module, sources, stage)
     run.begun = True
-    result = run.strategy.launch(_on_rank, run, stage, module, sources, ckpt_path, rng_state())
-    _adopt(run, module, result)
+    holders = Holders(_owners(run), module, run.callbacks)
+    result = run.strategy.launch(_on_rank, run, stage, module, sources, ckpt_path, rng_state(), holders.names)
+    _adopt(run, module, result, holders)
     return result["returned"]
 
 
@@ -127,11 +131,12 @@ def _on_rank(
     sources: Sources,
     ckpt_path: str | None,
     random_streams: dict[str, Any],
+    names: Collection[str],
 ) -> dict[str, Any]:
-    """What a started rank does; only rank 0's result is brought back."""
+    """What a started rank does; only rank 0's result is brought back. `names`: of `Holders` of the program."""
     continue_streams(random_streams)
     returned, run.datamodule, paths = None, sources.datamodule, _paths(module)
-    left = Left(Holders(_owners(run), module, run.callbacks))
+    left = Left(Holders(_owners(run), module, run.callbacks, names))
     with attached(run, module, sources, stage, ckpt_path):
         hooks = left_hooks.hooks_of(module)
         if stage == "fit":
@@ -220,14 +225,13 @@ def _result(run: RunState, module: Module, returned: Any) -> dict[str, Any]:
     }
 
 
-def _adopt(run: RunState, module: Module, result: dict[str, Any]) -> None:
+def _adopt(run: RunState, module: Module, result: dict[str, Any], holders: Holders) -> None:
     """Take over what rank 0 brought back."""
     weights, own = result["weights"], dict(module.named_modules())
     for path, children in result["children"].items() if own.keys() >= result["children"].keys() else ():
         found = {name: None if of is None else own.get(of) for name, of in children.items()}
         own[path]._modules.clear()
         own[path]._modules.update(found)
-    holders = Holders(_owners(run), module, run.callbacks)
     if _places(module).keys() != weights.keys():
         module.configure_model()
     places = _places(module)

@@ -165,3 +165,28 @@ def test_a_step_that_runs_in_parts_may_not_count_on_the_trainer(strategy: str) -
     trainer = quiet(strategy=strategy, devices=2)
     with pytest.raises(RuntimeError, match=r"training_step changed trainer\.my_count, .* for parts of a batch"):
         trainer.fit(CountsInStep(), loader(16, 8))
+
+
+class SendsLess(Callback):
+    """Keeps what it cannot send, with a function that others have too."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.first, self.meter = function, Meter()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        vars(self).setdefault("sums", []).append(trainer.current_epoch)
+
+
+def test_a_callback_that_sends_less_than_it_holds_ends_no_run() -> None:
+    number = 0
+
+    def count() -> None:
+        nonlocal number
+        number += 1
+
+    callback = SendsLess(count)
+    quiet(callbacks=[callback, Calls(count)], **RANKS).fit(Net(), loader(16, 4))
+    assert vars(callback)["sums"] == [0] and callback.meter.sum == 0
