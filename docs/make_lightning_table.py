@@ -113,7 +113,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "optimizers": "objects whose `step` and `zero_grad` keep ranks together; the optimizer is their `.optimizer`; "
         "`step` returns None",
         "optimizer_step": "called once the gradients are ready; its closure returns the loss",
-        "toggled_optimizer": "with `lockstep.lightning`",
+        **dict.fromkeys(("toggled_optimizer", "to_torchscript"), "with `lockstep.lightning`"),
     },
     "Methods and hooks of LightningDataModule": {
         "from_datasets": "with `lockstep.lightning`; a loader that was not given is None",
@@ -215,7 +215,7 @@ def groups() -> dict[str, list[Row]]:
         module = {**_DATAMODULE, **METHODS, **HOOKS, **MODULE}
         their_trainer = pl.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
         their_module = _public(pl.LightningModule) - _public(nn.Module)
-        our_module = _public(ours.LightningModule) - METHODS.keys() - {"to_torchscript", "to_tensorrt"}  # these raise
+        our_module = _public(ours.LightningModule) - METHODS.keys() - {"to_tensorrt"}  # these raise
         return {
             title: _rows(title, *compared)
             for title, compared in {

@@ -32,7 +32,7 @@ class Exporting:
         """
         import torch.export
 
-        with _ready(self, input_sample) as (module, args, kwargs):
+        with ready(self, input_sample) as (module, args, kwargs):
             return torch.export.export(module, args, kwargs, **{"strict": False, **options})
 
     def to_onnx(
@@ -52,7 +52,7 @@ class Exporting:
                 raise ImportError(
                     f"to_onnx needs the package {package}, which is not installed: pip install 'lockstep-trainer[onnx]'"
                 )
-        with _ready(self, input_sample) as (module, args, kwargs):
+        with ready(self, input_sample) as (module, args, kwargs):
             size = sum(tensor.nbytes for tensor in module.state_dict().values() if isinstance(tensor, torch.Tensor))
             options = {"dynamo": True, "verbose": False, "external_data": size > ONNX_FILE_LIMIT, **options}
             if file_path is None or isinstance(file_path, str | os.PathLike):
@@ -64,7 +64,7 @@ class Exporting:
 
 
 @contextmanager
-def _ready(module: Any, input_sample: Any) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
+def ready(module: Any, input_sample: Any) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
     """The module in evaluation mode and detached from its Trainer, and the arguments of `forward`."""
     name = type(module).__name__
     sample = module.example_input_array if input_sample is None else input_sample

@@ -25,6 +25,8 @@ examples:
 Prints the changes as a unified diff, then a line for each name that has no counterpart, with what to write instead.
 Exit codes: 0; 1 if a name has no counterpart; 2 for a wrong command or a file that cannot be read.
 """
+_OFFERED = ("hparams_initial", "to_torchscript")
+"""Attributes of modules that `lockstep.lightning` has, and `lockstep.Module` has not."""
 _ROOTS = {
     "lightning": "lockstep.lightning",
     "pytorch_lightning": "lockstep.lightning.pytorch",
@@ -128,7 +130,7 @@ class _Reader:
             of_trainer = ast.unparse(node.value) in ("trainer", "self.trainer") or self._is_trainer(node.value)
             if of_trainer and node.attr in TRAINER:
                 self._say(node, f"Trainer has no attribute {node.attr!r}; {TRAINER[node.attr]}")
-            elif node.attr in ("to_torchscript", "to_tensorrt"):
+            elif node.attr == "to_tensorrt":
                 self._say(node, f"a module has no attribute {node.attr!r}; {MODULE[node.attr]}")
 
     def _say(self, node: ast.AST, text: str) -> None:
@@ -232,7 +234,7 @@ class _Reader:
         if "LightningModule" in kinds:
             own = {child.name for child in node.body if isinstance(child, ast.FunctionDef)}
             for found in _attributes_of_self(node):
-                if found.attr in MODULE and found.attr not in own:
+                if found.attr in MODULE and found.attr not in (*own, *_OFFERED):
                     self._say(found, f"a module has no attribute {found.attr!r}; {MODULE[found.attr]}")
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep.callbacks.base import Callback
 from lockstep.trainer.datamodule import DataModule
+from lockstep.trainer.exporting import ready
 from lockstep.trainer.hparams import HyperParameters, Namespace
 from lockstep.trainer.lightning.utilities import load_hparams_from_tags_csv, load_hparams_from_yaml
 from lockstep.trainer.lightning_names import MODULE, missing
@@ -77,6 +80,9 @@ class LightningModule(HyperparametersMixin, Module):
     """`lockstep.Module`, whose hooks get a loss in a dict."""
 
     hooks_get_dicts = True
+    __jit_unused_properties__: ClassVar[list[str]]
+    """Our properties, which torch.jit leaves alone."""
+    __jit_ignored_attributes__: ClassVar[list[str]] = ["example_input_array"]
     strict_loading = True
     """What `strict` of `load_from_checkpoint` is unless it is given."""
 
@@ -111,9 +117,34 @@ class LightningModule(HyperparametersMixin, Module):
             )
         return module
 
-    def to_torchscript(self, *args: Any, **options: Any) -> NoReturn:
-        """Raises AttributeError that says what to call."""
-        raise AttributeError(missing(f"{type(self).__name__} has no", "to_torchscript", MODULE))
+    def to_torchscript(
+        self,
+        file_path: str | os.PathLike[str] | None = None,
+        method: str = "script",
+        example_inputs: Any = None,
+        **options: Any,
+    ) -> torch.jit.ScriptModule:
+        """`torch.jit.script` of the module, or with `method="trace"` `torch.jit.trace` of its forward; also written to
+        `file_path` if that is given.
+
+        `example_inputs` are those of a trace, by default `example_input_array`; `options` are those of torch's
+        function. The graph is in evaluation mode, and the module is unchanged. Raises ValueError for another method
+        and for a trace without inputs, RuntimeError while the parameters are sharded or on the meta device.
+        """
+        if method not in ("script", "trace"):
+            raise ValueError(f"method of to_torchscript must be 'script' or 'trace', got {method!r}")
+        with ready(self, () if method == "script" else example_inputs) as (module, args, kwargs), torch.no_grad():
+            for child in module.modules():
+                if "_trainer" in vars(child):
+                    vars(child)["_trainer"] = object()  # torch reads all properties, and those of a run would raise
+            if method == "trace":
+                options = {"example_kwarg_inputs": kwargs} | options if kwargs else options
+                made = torch.jit.trace(module, args or None, **options)
+            else:
+                made = torch.jit.script(module, **options)
+        if file_path is not None:
+            torch.jit.save(made, os.fspath(file_path))
+        return made
 
     def to_tensorrt(self, *args: Any, **options: Any) -> NoReturn:
         """Raises AttributeError that says what to call."""
@@ -127,6 +158,11 @@ class LightningModule(HyperparametersMixin, Module):
             yield
         finally:
             self.untoggle_optimizer(optimizer)
+
+
+LightningModule.__jit_unused_properties__ = [
+    name for name, _ in inspect.getmembers(LightningModule, lambda value: isinstance(value, property))
+]
 
 
 class LightningDataModule(HyperparametersMixin, DataModule):

@@ -164,7 +164,7 @@ class More(Saves):
 class Own(DDPStrategy):
     def setup(self, trainer): ...
 trainer = Trainer.from_argparse_args(1)
-model.to_torchscript()
+model.to_tensorrt()
 """
 
 
@@ -174,7 +174,7 @@ def test_what_is_never_called_is_listed() -> None:
         (8, "More._remove_checkpoint is not called; override on_save"[:55]),
         (9, "DDPStrategy has no subclasses; derive from lockstep.stra"[:55]),
         (11, "Trainer has no attribute 'from_argparse_args'; write Tra"[:55]),
-        (12, "a module has no attribute 'to_torchscript'; call torch."[:55]),
+        (12, "a module has no attribute 'to_tensorrt'; call torch_tens"[:55]),
     ]
 
 

@@ -267,6 +267,41 @@ def test_onnx_is_written_to_an_open_file_or_returned() -> None:
     assert onnx.load_from_string(file.getvalue()).graph.output
 
 
+class Outer(pl.LightningModule):
+    """A module within which another is, with hyperparameters and a property of its own."""
+
+    def __init__(self, rate: float = 0.5) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.inner = nn.Sequential(classifier(pl)(), nn.Dropout(rate))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("method", ["script", "trace"])
+def test_a_module_becomes_torchscript(method: str, tmp_path: Path) -> None:
+    module, x = Outer(), torch.randn(3, 4)
+    graph = module.to_torchscript(tmp_path / "module.pt", method, x if method == "trace" else None)
+    assert module.training and isinstance(graph, torch.jit.ScriptModule) and not graph.training
+    want = module.eval()(x)
+    assert torch.equal(graph(x), want)
+    assert torch.equal(torch.jit.load(tmp_path / "module.pt")(x), want)
+    with pytest.raises(RuntimeError, match="not attached to a Trainer"):
+        _ = module.trainer
+    module.example_input_array = {"x": x}
+    assert torch.equal(module.to_torchscript(method=method)(x), want)
+
+
+def test_torchscript_needs_a_method_and_an_input() -> None:
+    with pytest.raises(ValueError, match="method of to_torchscript must be 'script' or 'trace', got 'onnx'"):
+        Outer().to_torchscript(method="onnx")
+    with pytest.raises(ValueError, match="exporting Outer needs an input of forward"):
+        Outer().to_torchscript(method="trace")
+
+
 @pytest.mark.parametrize("by_name", [False, True])
 def test_what_torch_compile_has_made_of_a_module_is_compiled_in_the_run(by_name: bool) -> None:
     module = classifier(pl)()
