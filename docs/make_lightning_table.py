@@ -63,6 +63,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(_TRAINER_OF_LIGHTNING, "with `lockstep.lightning`"),
         "accelerator": 'the word that was given; with `lockstep.lightning` "cpu" or "gpu", an instance of '
         "`CPUAccelerator` or `CUDAAccelerator`",
+        "datamodule": "read-only; give it to the run",
         "estimated_stepping_batches": "infinity if the length of the data is not known",
         "fit_loop": "with `lockstep.lightning`: progress and limits; no `run`, `state_dict` and `restarting`",
         "predict_loop": "with `lockstep.lightning`: numbers of batches, and `predictions`",

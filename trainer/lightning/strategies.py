@@ -33,6 +33,8 @@ class _Renamed(type):
             options["timeout_s"] = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if options.get("start_method") in ("popen", "spawn"):
             del options["start_method"]
+        if options.get("process_group_backend") == ("nccl" if torch.cuda.is_available() else "gloo"):
+            del options["process_group_backend"]
         try:
             return cls.convert(*args, **options)  # type: ignore[attr-defined]
         except TypeError as error:
@@ -125,11 +127,27 @@ class CPUAccelerator(metaclass=_Word):
 
     word = "cpu"
 
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 1
+
 
 class CUDAAccelerator(metaclass=_Word):
     """Stands for "gpu"."""
 
     word = "gpu"
+
+    @staticmethod
+    def is_available() -> bool:
+        return torch.cuda.is_available()
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return torch.cuda.device_count()
 
 
 class SimpleProfiler(metaclass=_Word):

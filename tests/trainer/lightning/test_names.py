@@ -305,17 +305,25 @@ def test_a_bar_shows_what_get_metrics_returns(tmp_path: Path, capfd: pytest.Capt
 
 
 def test_arguments_of_strategies() -> None:
-    ddp = pl.strategies.DDPStrategy(find_unused_parameters=True, start_method="spawn")
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    ddp = pl.strategies.DDPStrategy(
+        find_unused_parameters=True, start_method="spawn", process_group_backend=backend
+    )
     assert isinstance(ddp, strategies.DDP) and isinstance(ddp, pl.strategies.DDPStrategy)
     assert not isinstance(strategies.SingleDevice(), pl.strategies.DDPStrategy)
     fsdp = pl.strategies.FSDPStrategy(auto_wrap_policy={torch.nn.Linear}, cpu_offload=True, state_dict_type="full")
     assert isinstance(fsdp, strategies.FSDP)
+    with pytest.raises(TypeError, match=r"DDPStrategy of lockstep.lightning: .*'process_group_backend'; see DDP"):
+        pl.strategies.DDPStrategy(process_group_backend="mpi")
     with pytest.raises(TypeError, match=r"DDPStrategy of lockstep.lightning: .*'ddp_comm_hook'; see DDP for options"):
         pl.strategies.DDPStrategy(ddp_comm_hook=print)
     assert isinstance(pl.strategies.SingleDeviceStrategy("cuda"), strategies.SingleDevice)
     with pytest.raises(TypeError, match="chosen by CUDA_VISIBLE_DEVICES"):
         pl.strategies.SingleDeviceStrategy(device="cuda:1")
     assert (pl.accelerators.CPUAccelerator(), pl.profilers.PyTorchProfiler()) == ("cpu", "torch")
+    assert pl.accelerators.CPUAccelerator.is_available() and pl.accelerators.CPUAccelerator.auto_device_count() == 1
+    assert pl.accelerators.CUDAAccelerator.is_available() is torch.cuda.is_available()
+    assert pl.accelerators.CUDAAccelerator.auto_device_count() == torch.cuda.device_count()
     with pytest.raises(TypeError, match="SimpleProfiler of lockstep.lightning is a word for Lockstep"):
         type("Own", (pl.profilers.SimpleProfiler,), {})
     with pytest.raises(TypeError, match="SimpleProfiler of lockstep.lightning takes no options"):

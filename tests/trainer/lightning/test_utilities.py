@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import io
 import sys
 from pathlib import Path
@@ -220,6 +221,12 @@ def test_media_and_watched_modules_reach_wandb(monkeypatch: pytest.MonkeyPatch, 
     assert [image.seen for image in images] == [("Image", (1,), {"caption": "x"}), ("Image", (2,), {"caption": "y"})]
     assert table.seen == ("Table", (), {"columns": ["c"], "data": [[1]], "dataframe": None})
     assert text.seen[2]["data"] == [["word"]] and 5 in [row.get(STEP) for row in given]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="it is in the extra mlflow")
+def test_an_mlflow_logger_begins_its_run_in_a_run(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="MLFlowLogger has no folder yet"):
+        _ = loggers.MLFlowLogger(save_dir=tmp_path).experiment
 
 
 def test_the_writer_of_other_ranks_is_a_dummy_experiment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
 
 from tests.trainer.lightning.differences.probe import QUIET, differs, fit, part, seen
@@ -88,6 +89,51 @@ def _(pl: Any, folder: Path) -> Any:
     sampler.epochs = []
     fit(pl, classifier(pl)(), DataLoader(data(8), 4, sampler=sampler), max_epochs=2)
     return sampler.epochs
+
+
+@differs("the first number that `set_epoch` of a sampler is given in a run resumed at the end of an epoch", 1, 0)
+def _(pl: Any, folder: Path) -> Any:
+    path = None
+    for epochs in (1, 2):
+        sampler, saver = Ordered(range(8)), part(pl, "callbacks").ModelCheckpoint(folder)
+        sampler.epochs = []
+        saved = {"callbacks": [saver], "enable_checkpointing": True}
+        fit(pl, classifier(pl)(), DataLoader(data(8), 4, sampler=sampler), None, path, max_epochs=epochs, **saved)
+        path = saver.best_model_path
+    return sampler.epochs[0]
+
+
+@differs("a loader with a `state_dict` of its own, in a run resumed from the last batch of an epoch", False, True)
+def _(pl: Any, folder: Path) -> Any:
+    class Counts:
+        done = 0
+
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[Any]:
+            for batch in loader(12):
+                self.done += 1
+                yield batch
+
+        def state_dict(self) -> dict[str, int]:
+            return {"done": self.done}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.done = state["done"]
+
+    epochs: list[int] = []
+    note = {"on_train_batch_start": lambda self, batch, batch_idx: epochs.append(self.current_epoch)}
+    saver = part(pl, "callbacks").ModelCheckpoint(folder, save_last=True, save_top_k=0, save_on_train_epoch_end=True)
+    fit(pl, classifier(pl)(), Counts(), max_epochs=-1, max_steps=3, callbacks=[saver], enable_checkpointing=True)
+    fit(pl, classifier(pl, **note)(), Counts(), None, saver.last_model_path, max_epochs=-1, max_steps=6)
+    return 0 in epochs
+
+
+@differs("a tensor as a loader", 2, "TypeError")
+def _(pl: Any, folder: Path) -> Any:
+    module = classifier(pl, training_step=lambda self, batch, batch_idx: self(batch).sum())()
+    return seen(lambda: fit(pl, module, torch.rand(2, 3, 4)).global_step)
 
 
 @differs("`set_epoch` of a loader other than a DataLoader", [], [0, 1])

@@ -29,10 +29,13 @@ def _(pl: Any, folder: Path) -> Any:
     return sorted(path.name for path in (folder / "name").iterdir())
 
 
-@differs("what a TensorBoardLogger is given before a run", True, False)
+@differs(
+    "what a TensorBoardLogger, and which hyperparameters a CSVLogger, is given before a run", [True] * 2, [False] * 2
+)
 def _(pl: Any, folder: Path) -> Any:
-    part(pl, "loggers").TensorBoardLogger(folder).log_hyperparams({"a": 1})
-    return any(folder.rglob("events.out.*"))
+    for logger in ("TensorBoardLogger", "CSVLogger"):
+        getattr(part(pl, "loggers"), logger)(folder / logger).log_hyperparams({"a": 1})
+    return [any(folder.rglob(name)) for name in ("events.out.*", "hparams.yaml")]
 
 
 @differs("a CSVLogger in a folder that has a `metrics.csv`", ["2.0"], ["1.0", "2.0"])

@@ -171,9 +171,10 @@ def _(pl: Any, folder: Path) -> Any:
 
 @differs(
     "few workers, a length of an iterable dataset, fewer batches than `log_every_n_steps`, a prediction that is None, "
-    "the saved state of a callback that is not given",
-    [True, True, True, True, True],
-    [False, False, False, False, False],
+    "the saved state of a callback that is not given, `predict` without a module, `monitor` of a scheduler in manual "
+    "optimization",
+    [True] * 7,
+    [False] * 7,
 )
 def _(pl: Any, folder: Path) -> Any:
     class Endless(IterableDataset[Any]):
@@ -196,8 +197,17 @@ def _(pl: Any, folder: Path) -> Any:
         first.save_checkpoint(folder / "x.ckpt")
         fit(pl, module(), ckpt_path=folder / "x.ckpt", max_epochs=2)
         pl.Trainer(**QUIET).predict(module(), DataLoader(Endless()))
+        first.predict(dataloaders=loader(4))
+        seen(lambda: fit(pl, classifier(pl, automatic_optimization=False, configure_optimizers=_monitored)()))
     words = ("many workers", "`__len__` defined", "logging interval", "returned None", "Counts")
+    words += ("without a model", "keys will be ignored")
     return [any(word in str(item.message) for item in caught) for word in words]
+
+
+def _monitored(self: Any) -> Any:
+    optimizer = torch.optim.SGD(self.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    return [optimizer], [{"scheduler": scheduler, "monitor": "train_loss"}]
 
 
 @differs("the class of errors about what user code gives", "MisconfigurationException", "TypeError")

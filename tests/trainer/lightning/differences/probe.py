@@ -34,7 +34,7 @@ ELSEWHERE = {
     '`strategy="ddp"`': "tests/trainer/test_launch.py",
     "`manual_backward(loss, retain_graph=True)`": "tests/trainer/lightning/test_behavior.py",
     "a loader with `state_dict` in a `CombinedLoader`": "tests/trainer/lightning/test_behavior.py",
-    "`experiment` of a WandbLogger before a run": "tests/trainer/lightning/test_utilities.py",
+    "`experiment` of a WandbLogger or MLFlowLogger before a run": "tests/trainer/lightning/test_utilities.py",
     "`torch.compile(module)` given to a Trainer": "tests/trainer/lightning/test_utilities.py",
     "another number of ranks": "tests/trainer/test_exactness.py",
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.trainer.lightning.differences.probe import constant, differs, fallen, fit, part, seen
+from tests.trainer.lightning.differences.probe import QUIET, constant, differs, fallen, fit, part, seen
 from tests.trainer.lightning.projects import classifier, data, loader
 
 
@@ -363,3 +363,24 @@ def _(pl: Any, folder: Path) -> Any:
     )
     fit(pl, module(), loader(16), loader(4), val_check_interval=2)
     return monitored
+
+
+@differs(
+    'the default dtype of torch in loaders and hooks with `precision="64-true"`',
+    ["float32", "float32", "float64"],
+    ["float64", "float64", "float64"],
+)
+def _(pl: Any, folder: Path) -> Any:
+    dtypes: list[str] = []
+
+    def note(value: Any = None) -> Any:
+        dtypes.append(str(torch.get_default_dtype()).removeprefix("torch."))
+        return value
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        note()
+        return self(batch[0].double()).sum()
+
+    made = {"train_dataloader": lambda self: note(loader(4)), "on_train_start": lambda self: note()}
+    pl.Trainer(**QUIET, precision="64-true").fit(classifier(pl, training_step=training_step, **made)())
+    return dtypes
