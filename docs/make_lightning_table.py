@@ -96,7 +96,7 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "clip_gradients": "clips by what it is given, whatever the Trainer's `gradient_clip_val` is; by that if "
         "nothing is given",
         "configure_optimizers": "None only in manual optimization; also a dict of optimizers by name, each with its "
-        "loss, in automatic optimization",
+        "loss, in automatic optimization; torch's optimizers, no `LightningOptimizer`",
         "global_step": "one for each step of the loop, whatever the number of optimizers",
         "hparams": "a config of omegaconf that is given whole becomes a dict with attributes; loggers get the values "
         "at the start of fit; a module that is built in another's `__init__` has its own arguments only",

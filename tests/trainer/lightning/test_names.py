@@ -306,9 +306,7 @@ def test_a_bar_shows_what_get_metrics_returns(tmp_path: Path, capfd: pytest.Capt
 
 def test_arguments_of_strategies() -> None:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    ddp = pl.strategies.DDPStrategy(
-        find_unused_parameters=True, start_method="spawn", process_group_backend=backend
-    )
+    ddp = pl.strategies.DDPStrategy(find_unused_parameters=True, start_method="spawn", process_group_backend=backend)
     assert isinstance(ddp, strategies.DDP) and isinstance(ddp, pl.strategies.DDPStrategy)
     assert not isinstance(strategies.SingleDevice(), pl.strategies.DDPStrategy)
     fsdp = pl.strategies.FSDPStrategy(auto_wrap_policy={torch.nn.Linear}, cpu_offload=True, state_dict_type="full")

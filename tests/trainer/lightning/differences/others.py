@@ -170,11 +170,11 @@ def _(pl: Any, folder: Path) -> Any:
 
 
 @differs(
-    "few workers, a length of an iterable dataset, fewer batches than `log_every_n_steps`, a prediction that is None, "
-    "the saved state of a callback that is not given, `predict` without a module, `monitor` of a scheduler in manual "
-    "optimization",
-    [True] * 7,
-    [False] * 7,
+    "settings that are allowed, such as few workers, a length of an iterable dataset, fewer batches than "
+    "`log_every_n_steps`, a prediction that is None, the saved state of a callback that is not given, `predict` "
+    "without a module, `monitor` of a scheduler in manual optimization, a shuffled loader with `overfit_batches`",
+    [True] * 8,
+    [False] * 8,
 )
 def _(pl: Any, folder: Path) -> Any:
     class Endless(IterableDataset[Any]):
@@ -197,10 +197,11 @@ def _(pl: Any, folder: Path) -> Any:
         first.save_checkpoint(folder / "x.ckpt")
         fit(pl, module(), ckpt_path=folder / "x.ckpt", max_epochs=2)
         pl.Trainer(**QUIET).predict(module(), DataLoader(Endless()))
-        first.predict(dataloaders=loader(4))
+        seen(lambda: first.predict(dataloaders=loader(4)))
+        fit(pl, module(), DataLoader(loader(8).dataset, 4, shuffle=True), overfit_batches=1)
         seen(lambda: fit(pl, classifier(pl, automatic_optimization=False, configure_optimizers=_monitored)()))
     words = ("many workers", "`__len__` defined", "logging interval", "returned None", "Counts")
-    words += ("without a model", "keys will be ignored")
+    words += ("without a model", "keys will be ignored", "requested to overfit")
     return [any(word in str(item.message) for item in caught) for word in words]
 
 
