@@ -178,6 +178,16 @@ def test_what_is_never_called_is_listed() -> None:
     ]
 
 
+def test_what_only_the_compatibility_package_offers_is_not_listed() -> None:
+    program = """\
+from lightning.pytorch import LightningModule
+class Own(LightningModule):
+    def export(self):
+        return self.hparams_initial, self.to_torchscript()
+"""
+    assert migrate(program)[1] == []
+
+
 def test_a_notebook_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.ipynb").write_text('{"cells": []}')  # an expression of Python too
     assert main(["migrate", str(tmp_path / "a.ipynb")]) == 2
