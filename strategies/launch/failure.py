@@ -12,7 +12,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 from lockstep.strategies.launch import watchdog
@@ -167,14 +167,26 @@ def libraries() -> tuple[str, ...]:
     return (*(f"{folder}{os.sep}" for folder in installed), *FRAMEWORK)
 
 
+def is_of_user(trace: TracebackType | None) -> bool:
+    """Whether the user's code has raised an exception, or what it called in a package that is not this one."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(trace)]
+    return next((_is_users(code) for code in reversed(codes) if _is_users(code) or _is_ours(code)), False)
+
+
+def _is_users(code: CodeType) -> bool:
+    return not os.path.realpath(code.co_filename).startswith(libraries()) and not code.co_filename.startswith("<frozen")
+
+
+def _is_ours(code: CodeType) -> bool:
+    return os.path.realpath(code.co_filename).startswith(FRAMEWORK)
+
+
 def _place(trace: TracebackType | None) -> str:
     """ ", at Net.training_step (net.py, line 4)": the innermost frame of the user's own code; else nothing."""
     found = ""
     for frame, line in traceback.walk_tb(trace):
         code, owner = frame.f_code, frame.f_locals.get("self")
-        if not os.path.realpath(code.co_filename).startswith(libraries()) and not code.co_filename.startswith(
-            "<frozen"
-        ):
+        if _is_users(code):
             name = code.co_name if owner is None else f"{type(owner).__name__}.{code.co_name}"
             found = f", at {name} ({os.path.basename(code.co_filename)}, line {line})"
     return found

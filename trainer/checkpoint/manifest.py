@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.strategies.launch.failure import is_of_user
 from lockstep.trainer.checkpoint.checksum import crc32
 from lockstep.trainer.checkpoint.safetensors_file import DTYPES
 
@@ -53,7 +54,8 @@ class WeightsOnlyError(CheckpointError):
 
 
 class refused:
-    """Turns what state and checkpoint disagree on into CheckpointError with the path."""
+    """Turns what state and checkpoint disagree on into CheckpointError with the path; what the user's code raises, as in
+    a `load_state_dict`, stays as it is."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
@@ -61,7 +63,8 @@ class refused:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, StopIteration)):
+        kinds = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, StopIteration)
+        if isinstance(error, kinds) and not is_of_user(trace):
             text = error.args[0] if isinstance(error, KeyError) and error.args else error
             raise CheckpointError(f"checkpoint {self._path}: {text}") from error
         if isinstance(error, RuntimeError) and str(error).startswith("Error(s) in loading state_dict for "):

@@ -201,10 +201,10 @@ def load_extra(run: RunState, checkpoint: Checkpoint) -> None:
 
     Every rank calls it before the model is wrapped: weights, buffers and the state of optimizers are loaded afterwards.
     """
+    extra = _content(checkpoint)
+    for hook in run.hooks.on_load_checkpoint:
+        hook(extra)
     with refused(checkpoint.path):
-        extra = _content(checkpoint)
-        for hook in run.hooks.on_load_checkpoint:
-            hook(extra)
         hook_content.check_unchanged(checkpoint, extra.weights)
     assert run.attributes is not None
     run.attributes.note_loaded()
@@ -217,20 +217,26 @@ def weights_for(
     in it and change them: those of rank 0 of `strategy`, of which every rank calls it before the model is wrapped."""
     if "module" not in checkpoint.state:  # imported weights have none
         return checkpoint
+    extra = _content(checkpoint)
+    for hook in hooks:
+        hook(extra)
     with refused(checkpoint.path):
-        extra = _content(checkpoint)
-        for hook in hooks:
-            hook(extra)
         return hook_content.edited(checkpoint, extra.weights, strategy)
 
 
 def _content(checkpoint: Checkpoint) -> HookContent:
     state, read = checkpoint.state, checkpoint.read
-    return HookContent(
-        unpack(state["module"], read),
-        lambda: facts_of(state["progress"], unpack(state.get("hyperparameters", {}), read)),
-        lambda: hook_content.read(checkpoint),
-    )
+
+    def facts() -> dict[str, Any]:
+        with refused(checkpoint.path):
+            return facts_of(state["progress"], unpack(state.get("hyperparameters", {}), read))
+
+    def weights() -> dict[str, Any]:
+        with refused(checkpoint.path):
+            return hook_content.read(checkpoint)
+
+    with refused(checkpoint.path):
+        return HookContent(unpack(state["module"], read), facts, weights)
 
 
 def check_configured(run: RunState, checkpoint: Checkpoint) -> None:
