@@ -136,6 +136,11 @@ def name_fault(name: Any) -> str | None:
     return None
 
 
+def is_file_of_one(name: str) -> bool:
+    """Whether a checkpoint may have a file of this name, beside its manifest."""
+    return _FILE.fullmatch(name) is not None
+
+
 def split_name(name: str) -> tuple[str, str]:
     group, _, key = name.partition("/")
     return group, key

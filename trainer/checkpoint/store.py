@@ -34,6 +34,7 @@ from lockstep.trainer.checkpoint.manifest import (
     CheckpointError,
     UnusableCheckpointError,
     WeightsOnlyError,
+    is_file_of_one,
     reason,
     unusable,
 )
@@ -173,39 +174,39 @@ def begin(
 
 def newest(
     places: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    without: Container[Any] = (),
+    without: set[Any] | None = None,
     opens: Callable[[Path], Checkpoint] = Checkpoint.open,
 ) -> Path | None:
     """The checkpoint with the highest (global_step, time of saving) that `opens` finds valid, or None; `places` are one
     folder or several.
 
-    By default that reads every byte of the one that is returned. Warns once for each damaged one that is newer.
-    Temporary folders are skipped; an aside copy counts where a kill fell between the two renames of a replacement.
-    Those in `without`, which are values of `identity`, do not count.
+    By default that reads every byte of the one that is returned. Warns of each damaged one that is newer. Temporary
+    folders are skipped; an aside copy counts where a kill fell between the two renames of a replacement. Those in
+    `without`, which are values of `identity`, do not count; those of which it warns are added.
 
     Raises WeightsOnlyError, which `opens` has raised for the newest, if all valid ones hold only weights.
     """
     weights_only: WeightsOnlyError | None = None
+    without = set() if without is None else without
     each = [places] if isinstance(places, str | os.PathLike) else places
     found: list[tuple[int, int, Path]] = []
     for entry in (entry for place in each for entry in folders(Path(os.path.abspath(place)))):
         leftover = LEFTOVER.fullmatch(entry.name)
         if leftover and (leftover["kind"] == "tmp" or os.path.lexists(entry.parent / leftover["name"])):
             continue
-        if not os.path.lexists(entry / MANIFEST):
+        if identity(entry) in without or not is_like_one(entry):
             continue
         try:
             manifest = read_manifest(entry)
         except CheckpointError as error:
-            warnings.warn(f"skipped: {error}", stacklevel=2)
+            skip(entry, error, without)
         else:
-            if identity(entry) not in without:
-                found.append((manifest["global_step"], manifest["saved_at_ns"], entry))
+            found.append((manifest["global_step"], manifest["saved_at_ns"], entry))
     for _, _, entry in sorted(found, reverse=True):
         try:
             return opens(entry).path
         except UnusableCheckpointError as error:
-            warnings.warn(f"skipped: {error}", stacklevel=2)
+            skip(entry, error, without)
         except WeightsOnlyError as error:
             weights_only = weights_only or error
     if weights_only is not None:
@@ -258,26 +259,38 @@ def open_newest(
         try:
             return open_together(found, strategy)
         except UnusableCheckpointError as error:
-            skip(found, error, skipped)
+            if strategy.topology.rank == 0:
+                skip(found, error, skipped)
 
 
-def skip(path: str, error: UnusableCheckpointError, skipped: set[Any]) -> None:
+def skip(path: str | Path, error: CheckpointError, skipped: set[Any]) -> None:
     """Warn that the checkpoint at `path` is not taken, and add to `skipped` what `newest` shall leave."""
-    warnings.warn(f"skipped: {error}", stacklevel=2)
+    warnings.warn(f"skipped: {error}", stacklevel=3)
     skipped.add(identity(Path(path)))
+
+
+def is_like_one(folder: Path) -> bool:
+    """Whether a folder is a checkpoint or what is left of one: it has files of checkpoints, or nothing in it."""
+    if os.path.lexists(folder / MANIFEST):
+        return True
+    try:
+        names = os.listdir(folder)
+    except OSError:  # gone, or of somebody else
+        return False
+    return not names or any(map(is_file_of_one, names))
 
 
 def present(folder: str | os.PathLike[str]) -> set[Any]:
     """What is in `folder` now, for `newest`: no clock tells what was saved later, as clocks are set back."""
-    return {found for entry in folders(Path(os.path.abspath(folder))) if (found := identity(entry)) is not None}
+    return {*map(identity, folders(Path(os.path.abspath(folder))))}
 
 
-def identity(entry: Path) -> tuple[int, int] | None:
-    """What a checkpoint keeps when it is renamed, and one that replaces it has not; None if it cannot be seen."""
+def identity(entry: Path) -> tuple[int, int] | str:
+    """What a checkpoint keeps when it is renamed, and one that replaces it has not; its path if it has no manifest."""
     try:
         status = os.stat(entry / MANIFEST)
     except OSError:
-        return None
+        return str(entry)
     return status.st_ino, status.st_mtime_ns
 
 

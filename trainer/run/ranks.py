@@ -83,8 +83,9 @@ class _Attempts:
         if not number or not run.log_dir or run.checkpoint_callback is None:
             return self._first
         with suppress(WeightsOnlyError):
-            of_others = self._of_others | self._skipped
-            found = start.newest(run, saving.folder_of(run), of_others)
+            without = self._of_others | self._skipped
+            found = start.newest(run, saving.folder_of(run), without)
+            self._skipped |= without - self._of_others
             return str(found) if found else self._first
         return self._first
 
@@ -95,7 +96,8 @@ class _Attempts:
             checkpoint = self.begins_from(number)
             for logger in run.loggers if number else ():  # ranks of an attempt before have written it
                 logger.forget_held()
-            work = (run, "fit", module, sources, checkpoint, *self._given)
+            searched = not number and self._ckpt_path == "auto"
+            work = (run, "fit", module, sources, checkpoint, *self._given, searched)
             try:
                 if run.strategy.starts_ranks:
                     return run.strategy.launch(_on_rank, *work)
@@ -132,8 +134,10 @@ def _on_rank(
     ckpt_path: str | None,
     random_streams: dict[str, Any],
     names: Collection[str],
+    searched: bool = False,
 ) -> dict[str, Any]:
     """What a started rank does; only rank 0's result is brought back. `names`: of `Holders` of the program."""
+    run.searched = searched
     continue_streams(random_streams)
     returned, run.datamodule, paths = None, sources.datamodule, _paths(module)
     left = Left(Holders(_owners(run), module, run.callbacks, names))

@@ -121,6 +121,8 @@ class RunState:
     folder: RunFolder | None = None
     begins_from: str | None = None
     """Path of the checkpoint that the run begins with, or the last one has."""
+    searched: bool = False
+    """On a started rank, whether that checkpoint was searched for, with ckpt_path='auto'."""
     resumed: Checkpoint | None = None
     saving: Saving | None = None
     """An asynchronous checkpoint save that has not been waited for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+import warnings
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -84,6 +84,8 @@ def open_checkpoint(run: RunState, ckpt_path: str | None) -> Checkpoint | None:
             if run.is_global_zero:
                 store.skip(choice["checkpoint"], error, skipped)
     run.log_dir, run.begins_from = choice["log_dir"], choice["checkpoint"]
+    if checkpoint is not None and run.is_global_zero and (run.searched or ckpt_path == "auto"):
+        _log.info(f"ckpt_path='auto': resuming {checkpoint.path}")
     for logger, folder in zip(run.loggers, choice["loggers"], strict=True):
         logger.run_dir = folder
     return checkpoint
@@ -112,7 +114,9 @@ def will_begin_with(run: RunState, module: Module, ckpt_path: str | None) -> Che
         before = run.stage, run.module
         run.stage, run.module = "fit", module
         try:
-            newest = _newest(run, *_base(run, [place_of(run, logger) for logger in run.loggers[:1]]), ())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the run says by itself what it skips
+                newest = _newest(run, *_base(run, [place_of(run, logger) for logger in run.loggers[:1]]), set())
         finally:
             run.stage, run.module = before
         ckpt_path = None if newest is None else newest[1]
@@ -125,9 +129,9 @@ def _base(run: RunState, places: list[tuple[Path, str | int | None]]) -> tuple[P
     return base, version if run.log_dir is None else Path(run.log_dir).name  # this Trainer continues in its folder
 
 
-def choose(run: RunState, ckpt_path: str | None, skipped: Iterable[Any] = ()) -> dict[str, Any]:
+def choose(run: RunState, ckpt_path: str | None, skipped: set[Any]) -> dict[str, Any]:
     """Rank 0: the run's folder and the checkpoint to open, or the error, as JSON data. `skipped` are checkpoints of
-    which `store.skip` has warned."""
+    which a warning has said so, to which it adds."""
     try:
         writes = bool(run.loggers) or (run.stage == "fit" and run.checkpoint_callback is not None)
         places = [place_of(run, logger) for logger in run.loggers]
@@ -142,9 +146,8 @@ def choose(run: RunState, ckpt_path: str | None, skipped: Iterable[Any] = ()) ->
                     f"ckpt_path='last' finds no valid checkpoint below {searched.absolute()}; give a path, or 'auto' "
                     "to start afresh"
                 )
-            if ckpt_path == "auto":
-                nothing = f"no valid checkpoint below {searched}, starting afresh"
-                _log.info(f"ckpt_path='auto': {f'resuming {checkpoint}' if checkpoint else nothing}")
+            if ckpt_path == "auto" and checkpoint is None:
+                _log.info(f"ckpt_path='auto': no valid checkpoint below {searched}, starting afresh")
         elif ckpt_path is not None:
             checkpoint = ckpt_path
         if checkpoint is not None and not searches(ckpt_path):
@@ -176,14 +179,14 @@ def folders_beside(run: RunState, folder: str | Path) -> list[str]:
     return [path for path in dict.fromkeys(given) if path and path != os.path.abspath(folder)]
 
 
-def newest(run: RunState, folder: str | Path, without: Iterable[Any] = ()) -> Path | None:
+def newest(run: RunState, folder: str | Path, without: set[Any]) -> Path | None:
     """The newest checkpoint that can be resumed in `folder`, where the first ModelCheckpoint saves, or that another one
     has saved elsewhere in the same run. `without` and what it raises are those of `store.newest`."""
-    beside, strangers = folders_beside(run, folder), set[Any]()
+    beside = folders_beside(run, folder)
     for path in (path for place in beside for path in store.folders(Path(place))):
         if not _is_of_run_in(run, folder, path):
-            strangers.add(store.identity(path))
-    return store.newest([folder, *beside], {*without, *strangers}, partial(resumable, run))
+            without.add(store.identity(path))
+    return store.newest([folder, *beside], without, partial(resumable, run))
 
 
 def _is_of_run_in(run: RunState, folder: str | Path, path: Path) -> bool:
@@ -229,9 +232,7 @@ def _searched(run: RunState, base: Path) -> Path:
     return Path(callback.dirpath) if callback is not None and callback.dirpath else base
 
 
-def _newest(
-    run: RunState, base: Path, version: str | int | None, skipped: Iterable[Any]
-) -> tuple[str | None, str] | None:
+def _newest(run: RunState, base: Path, version: str | int | None, skipped: set[Any]) -> tuple[str | None, str] | None:
     """The newest valid checkpoint of the given version, else of the newest version that has one.
 
     Raises WeightsOnlyError if there are only checkpoints of weights alone.

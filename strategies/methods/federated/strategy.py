@@ -305,6 +305,7 @@ class Federated(ClientSteps):
         if added := [parameter for parameter in _held(optimizer) if id(parameter) not in known]:
             server.add_param_group({"params": added})
         server.step()
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # by no client of this rank, and torch would warn
         if self._control is not None:
             self._control.commit(self._samples * self._scale)
         return True

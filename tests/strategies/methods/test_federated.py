@@ -262,3 +262,15 @@ class Some(Regression):
 def test_a_round_whose_clients_count_nothing_is_followed_by_others() -> None:
     trainer = fit(Some(), epochs=None, fraction=0.01, max_steps=4)  # type: ignore[arg-type]
     assert trainer.global_step == 4 < trainer.current_epoch
+
+
+class Scheduled(Regression):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+@pytest.mark.ranks
+def test_a_rank_without_a_client_in_a_round_does_not_warn_of_its_scheduler(capfd: pytest.CaptureFixture[str]) -> None:
+    fit(Scheduled(), epochs=2, fraction=0.01, devices=2)
+    assert "lr_scheduler" not in capfd.readouterr().err

@@ -277,6 +277,32 @@ def test_a_search_takes_the_next_older_checkpoint_and_says_so(devices: int, path
     assert not Path("runs/Net/version_1").exists()
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_search_names_each_damaged_checkpoint_once(devices: int, capfd: pytest.CaptureFixture[str]) -> None:
+    fit(devices)
+    folder = Path("runs/Net/version_0/checkpoints").absolute()
+    oldest, flipped, cut, empty, unmarked, *others = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    flip(flipped / "model.safetensors", -1)
+    (cut / "manifest.json").write_bytes(b"{")
+    for file in empty.iterdir():
+        file.unlink()
+    (unmarked / "manifest.json").unlink()
+    for other in others:
+        flip(other / "model.safetensors", -1)
+    (folder / "notes").mkdir()  # of somebody else
+    (folder / "notes" / "read.me").touch()
+    capfd.readouterr()
+    with pytest.warns(UserWarning, match="skipped: ") as caught:
+        fit(devices, "auto")
+    said = [text for warning in caught if "skipped" in (text := str(warning.message))]
+    damaged = [flipped, cut, empty, unmarked, *others]
+    assert sorted(str(path) for path in damaged for text in said if f"{path} " in text) == sorted(map(str, damaged))
+    assert len(said) == len(damaged)
+    assert [line for line in capfd.readouterr().err.splitlines() if "resuming" in line] == [
+        f"ckpt_path='auto': resuming {oldest}"
+    ]
+
+
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_search_goes_back_to_an_older_run_and_at_last_begins_afresh(devices: int) -> None:
     fit(devices, max_epochs=1)
