@@ -86,7 +86,7 @@ class Trainer(Facts):
             if type(strategy) is not type(run.strategy):
                 run.strategy, run.strategy_reason = strategy, f"strategy {strategy.name}: {reason}"
         with lifecycle.noted(run, model, "fit", sources):
-            if run.arguments.max_restarts or run.strategy.starts_ranks:
+            if run.arguments.max_restarts or run.strategy.starts_ranks or run.apart:
                 ranks.launch_fit(run, model, sources, path)
                 return
             with lifecycle.attached(run, model, sources, "fit", path):

@@ -1,4 +1,4 @@
-"""Searches before a run: each trains copies of the module in runs of their own, and sets what it has found."""
+"""Searches before a run: each trains the module in runs of their own, in other processes, and sets what it has found."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from lockstep.callbacks.base import Callback
@@ -19,6 +20,7 @@ from lockstep.callbacks.tuning.lr_finder import LRFinder, LRSweep, RisingRate
 from lockstep.strategies.checkpoint_state import unpack
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.launcher import RankFailure
+from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES, copy_attributes
 from lockstep.trainer.checkpoint.manifest import refused
 from lockstep.trainer.seeding import rng_state, set_rng_state
 from lockstep.trainer.setup import start
@@ -144,8 +146,9 @@ def _batches_that_fit(
     """
     whole = {"limit_train_batches": None, "overfit_batches": 0}
     unlimited = {name: value for name, value in whole.items() if isinstance(getattr(run.arguments, name), int)}
-    module, sources = _copied(module), replace(sources, datamodule=_copied(sources.datamodule))
-    _write(module if on_module else sources.datamodule, name, size)
+    owner = module if on_module else sources.datamodule
+    before = _read(owner, name)
+    _write(owner, name, size)
     try:
         trainer = _trial(run, module, sources, finder.steps_per_trial, [], **unlimited)
     except BaseException as error:
@@ -156,6 +159,8 @@ def _batches_that_fit(
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         return None
+    finally:
+        _write(owner, name, before)
     return trainer._run.num_training_batches
 
 
@@ -172,9 +177,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _trial(
     run: RunState, module: Module, sources: Sources, steps: int, callbacks: list[Callback], **limits: Any
 ) -> Trainer:
-    """Fit a copy of `module` for `steps` optimizer steps in a run that writes and shows nothing; return its Trainer."""
-    copied, datamodule = _copied(module), _copied(sources.datamodule)
-    copied.configure_callbacks = list  # none, as those of the Trainer have no part in it either
+    """Fit `module` for `steps` optimizer steps, in processes of its own, in a run that writes and shows nothing; return
+    its Trainer. Nothing of this process is moved; on ranks that a launcher has started copies are trained."""
+    loaders, datamodule = sources.loaders.get("train"), sources.datamodule
+    if not (is_apart := environment.detect() is None):
+        module, datamodule, loaders = _copied(module), _copied(datamodule), _copied_loaders(loaders)
     given = {field.name: getattr(run.arguments, field.name) for field in fields(run.arguments)}
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     unused = dict.fromkeys(("min_epochs", "min_steps", "max_time", "profiler"))
@@ -197,10 +204,16 @@ def _trial(
         }
         | limits
     )
-    random = rng_state()
+    trainer._run.apart = is_apart
+    random, own = rng_state(), vars(module).get("configure_callbacks")
+    vars(module)["configure_callbacks"] = list  # none, as those of the Trainer have no part in it either
     try:
-        trainer.fit(copied, _copied_loaders(sources.loaders.get("train")), datamodule=datamodule)
+        trainer.fit(module, loaders, datamodule=datamodule)
     finally:
+        if own is None:
+            del vars(module)["configure_callbacks"]
+        else:
+            vars(module)["configure_callbacks"] = own
         set_rng_state(random)
     return trainer
 
@@ -216,7 +229,15 @@ class _Unvalidated(Callback):
 def _copied(owner: Any) -> Any:
     """A deep copy of a module or DataModule, but for the Trainer that it belongs to."""
     trainer = getattr(owner, "__dict__", {}).get("_trainer") or getattr(owner, "__dict__", {}).get("trainer")
-    return _deep_copy(owner, {} if trainer is None else {id(trainer): trainer})
+    memo: dict[int, Any] = {} if trainer is None else {id(trainer): trainer}
+    copied = _deep_copy(owner, memo)
+    of_parameters = zip(owner.parameters(), copied.parameters(), strict=True) if isinstance(owner, nn.Module) else ()
+    for original, other in of_parameters:  # torch's copy of a parameter has neither
+        copy_attributes(original, other)
+        for name in ATTRIBUTES:
+            if hooks := getattr(original, name):
+                setattr(other, name, _deep_copy(hooks, memo))
+    return copied
 
 
 def _copied_loaders(loaders: Any) -> Any:

@@ -72,12 +72,14 @@ class LRSweep:
 
 
 class LRFinder(Callback):
-    """Before `fit`, train a copy of the module for some steps with a rising learning rate, and set the rate found.
+    """Before `fit`, train the module for some steps with a rising learning rate elsewhere, and set the rate found.
 
-    The copy runs in a run of its own, under the same strategy and on the same data, so nothing of the run that
-    follows is moved: weights, random streams, counters and folders are those of a run without this callback. Losses
-    are those over all ranks, so the answer is the same on any number of ranks for the same global batch. A run that
-    is resumed (`ckpt_path`) is not searched, but has the rate that was found for it.
+    The search is a run of its own in other processes, under the same strategy and on the same data, so nothing of the
+    run that follows is moved: weights, random streams, counters, globals and folders are those of a run without this
+    callback. On ranks that a launcher such as torchrun has started, it trains copies in these processes, of which
+    functions over the module, globals and map-style datasets are shared. Losses are those over all ranks, so the
+    answer is the same on any number of ranks for the same global batch. A run that is resumed (`ckpt_path`) is not
+    searched, but has the rate that was found for it.
 
     The rate replaces `module.lr` or `module.learning_rate`, or the hyperparameter of that name, which
     `configure_optimizers` must use. Smith 2015, arXiv:1506.01186.

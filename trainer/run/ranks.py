@@ -231,6 +231,11 @@ def _result(run: RunState, module: Module, returned: Any) -> dict[str, Any]:
 
 def _adopt(run: RunState, module: Module, result: dict[str, Any], holders: Holders) -> None:
     """Take over what rank 0 brought back."""
+    if run.apart:
+        for item, state in zip(run.callbacks, result["callbacks"], strict=True):
+            publish.load_state_of(run, item, state)
+        vars(run).update(result["results"])
+        return
     weights, own = result["weights"], dict(module.named_modules())
     for path, children in result["children"].items() if own.keys() >= result["children"].keys() else ():
         found = {name: None if of is None else own.get(of) for name, of in children.items()}

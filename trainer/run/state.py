@@ -79,6 +79,8 @@ class RunState:
     """By name in `callback_metrics`: `global_step` when its value was measured."""
     last_loss: float | None = None
     """The loss of the last optimizer step over all ranks; None if knowing it would cost a host synchronization."""
+    apart: bool = False
+    """Whether a fit runs in processes of its own, and leaves module, DataModule and random streams as they are."""
     final: bool = False
     """Whether the module holds what a fit has ended with."""
     at_setup: dict[str, Any] = field(default_factory=dict)

@@ -13,6 +13,8 @@ from lockstep import DataModule
 from lockstep.callbacks import BatchSizeFinder, ModelCheckpoint
 from tests.trainer.toy import Net, data, equal, loader, quiet, weights
 
+pytestmark = pytest.mark.ranks  # a search runs in processes of its own
+
 
 class Limited(Net):
     """Has room for batches of 21 samples."""
@@ -51,7 +53,6 @@ def test_the_largest_size_that_fits_is_set_and_the_run_is_that_run(options: dict
 
 
 @pytest.mark.long
-@pytest.mark.ranks
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_agree(devices: int) -> None:
     callback = BatchSizeFinder(mode="binsearch")

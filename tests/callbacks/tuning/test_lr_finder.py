@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep.callbacks import BatchSizeFinder, Callback, EarlyStopping, LRFinder
 from lockstep.callbacks.tuning.lr_finder import LRSweep
+from lockstep.trainer import tuner
 from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
+
+pytestmark = pytest.mark.ranks  # a search runs in processes of its own
 
 OPTIONS: dict[str, Any] = {"precision": "64-true", "split_batches": True, "seed": 3}
 
@@ -123,9 +127,87 @@ def test_a_dataset_that_keeps_its_position_is_where_it_was() -> None:
     assert equal(weights(found), weights(plain))
 
 
+COUNTED = {"steps": 0}
+
+
+class Noisy(Dataset):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.samples, self.generator = data(24), np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.samples[index]
+        return x + self.generator.normal(), y
+
+
+class Entangled(Net):
+    """A hook holds the module itself, and steps count in a global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.net.register_forward_hook(lambda layer, args, output: self.track(output))
+
+    def track(self, output: torch.Tensor) -> None:
+        self.mean.lerp_(output.detach().mean(0), 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        COUNTED["steps"] += 1
+        return super().training_step(batch, batch_idx) * COUNTED["steps"] + self.mean.sum()
+
+    batch_size = 4
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Noisy(), self.batch_size)
+
+
+@pytest.mark.parametrize("callback", [finder(update_attr=False), BatchSizeFinder(init_val=2, max_trials=2)])
+def test_a_search_moves_nothing_that_code_shares_with_the_module(callback: Callback) -> None:
+    def train(*callbacks: Callback, **attributes: int) -> Entangled:
+        torch.manual_seed(0)
+        COUNTED["steps"], module = 0, Entangled()
+        vars(module).update(attributes)
+        quiet(callbacks=list(callbacks)).fit(module)
+        return module
+
+    found = train(callback)
+    plain = train(batch_size=found.batch_size)
+    assert equal(weights(found), weights(plain)) and torch.equal(found.mean, plain.mean)
+
+
+def test_a_search_has_the_gradient_hooks_of_parameters() -> None:
+    torch.manual_seed(0)
+    module, callback = net(optimizer="SGD"), finder(update_attr=False)
+    for parameter in module.parameters():
+        parameter.register_hook(lambda gradient: gradient * 0)
+    with pytest.warns(RuntimeWarning, match="every gradient of the first step is zero"):
+        quiet(callbacks=[callback], overfit_batches=1).fit(module, loader())
+    assert callback.result is not None and len({*callback.result.losses}) == 1
+
+
+def test_a_copy_on_ranks_of_a_launcher_keeps_hooks_and_attributes_of_parameters() -> None:
+    class Counts(Net):
+        calls = 0
+
+        def count(self, gradient: torch.Tensor) -> None:
+            self.calls += 1
+
+    module = Counts()
+    weight = module.net[0].weight
+    weight.register_hook(module.count)
+    weight.no_decay = True
+    copied = tuner._copied(module)
+    copied.net[0].weight.sum().backward()
+    assert (module.calls, copied.calls, copied.net[0].weight.no_decay) == (0, 1, True)
+
+
 def test_what_cannot_be_copied_is_named() -> None:
     batches = (batch for batch in loader())
-    with pytest.raises(ValueError, match="train copies, but generator cannot be copied"):
+    with pytest.raises(TypeError, match=r"must be picklable.*loaders\['train'\] is a generator"):
         quiet(callbacks=[finder()]).fit(net(), batches)
 
 
@@ -139,7 +221,6 @@ def test_a_finder_of_the_module_is_refused() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "devices"), [pytest.param("ddp", 4, marks=pytest.mark.slow), ("fsdp", 2), ("pipeline", 2)]
 )

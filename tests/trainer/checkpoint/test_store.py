@@ -112,6 +112,7 @@ def test_newest_orders_by_step_then_time_and_skips_what_is_damaged(tmp_path: Pat
     for name, step in (("z", 1), ("c", 10), ("b", 10), ("y", 9)):
         save_step(tmp_path / name, step)
     (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes").write_text("")
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "z")
     assert newest(tmp_path) == tmp_path / "b"
