@@ -328,6 +328,7 @@ def test_arguments_of_strategies() -> None:
         pl.profilers.SimpleProfiler(dirpath="x")
 
 
+@pytest.mark.ranks
 def test_the_tuner_finds_a_rate_and_leaves_the_run_alone() -> None:
     trainer, module = pl.Trainer(**QUIET, max_epochs=1), classifier(pl)(lr=0.5)
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -342,6 +343,7 @@ def test_the_tuner_finds_a_rate_and_leaves_the_run_alone() -> None:
         assert Tuner(L.Trainer(**QUIET, fast_dev_run=True)).scale_batch_size(module) is None
 
 
+@pytest.mark.ranks
 def test_a_search_in_a_few_steps_has_a_rate_if_fewer_points_are_skipped() -> None:
     trainer, module = pl.Trainer(**QUIET, max_epochs=1), classifier(pl)(lr=0.5)
     found = Tuner(trainer).lr_find(module, loader(), num_training=5, update_attr=True, weights_only=False)

@@ -219,6 +219,7 @@ class Named(pl.Trainer):
         self.label = label
 
 
+@pytest.mark.ranks
 def test_a_trainer_with_arguments_of_its_own_searches_a_rate() -> None:
     module = classifier(pl)()
     module.lr = 0.5

@@ -246,6 +246,7 @@ def test_the_writer_of_other_ranks_is_a_dummy_experiment(monkeypatch: pytest.Mon
     assert isinstance(trial.logger.experiment, DummyExperiment)
 
 
+@pytest.mark.ranks
 def test_a_module_knows_its_trainer_after_a_search() -> None:
     module, trainer = classifier(pl)(), pl.Trainer(**QUIET)
     module.learning_rate = 0.1

@@ -257,6 +257,7 @@ def test_a_warmup_holds_for_what_is_assigned() -> None:
     assert equal(trained[1], trained[0]) and equal(trained[2], trained[0])
 
 
+@pytest.mark.ranks
 def test_a_search_of_the_rate_raises_that_of_what_is_assigned() -> None:
     found = []
     for hook in ("configure_optimizers", *HOOKS):
