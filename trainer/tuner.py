@@ -1,4 +1,4 @@
-"""Searches before a run: each trains the module in runs of its own, in other processes, and sets what it has found."""
+"""Searches before a run: each trains the module in processes of its own, and sets what it has found."""
 
 from __future__ import annotations
 

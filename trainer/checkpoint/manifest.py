@@ -54,8 +54,8 @@ class WeightsOnlyError(CheckpointError):
 
 
 class refused:
-    """Turns what state and checkpoint disagree on into CheckpointError with the path; what the user's code raises, in
-    a `load_state_dict` say, stays as it is."""
+    """Turns what state and checkpoint disagree on into CheckpointError with the path; what the user's code raises, as
+    in a `load_state_dict`, stays as it is."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
