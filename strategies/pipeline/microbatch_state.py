@@ -22,6 +22,7 @@ from lockstep.strategies.modules.absent import Refusing, is_here
 from lockstep.strategies.modules.blocks import Layer, is_metric, is_of_torch, measures
 from lockstep.strategies.modules.side_effect_free import PlainAttributes, PlainValues, metrics_uncounted
 from lockstep.strategies.pipeline.partition import Cut, holding_stages
+from lockstep.strategies.pipeline.state.draws import Draws
 from lockstep.strategies.pipeline.state.found import (
     BUFFER,
     NOTHING,
@@ -78,6 +79,7 @@ class StepState:
         self._layer_tensors = [t for m in self._of_layers for t in _tensors_of(m)]
         self._statistics = [b for m in outside if measures(m) for b in m._buffers.values() if b is not None]
         self._watch = Watch(model, outside, self._own_code)
+        self._draws = Draws(outside, {module: name for name, module in model.named_modules()})
         self.pads = False
         """Whether this rank has no samples, so that the step runs for its shapes only."""
         self._start = NOTHING
@@ -115,6 +117,7 @@ class StepState:
         tensors = [*self._tensors, *self._layer_tensors] if cut else self._tensors
         versions, self._children = [t._version for t in tensors], children_of(self._parents_in_layers)
         self._watch.begin(len(sizes_of_parts))
+        self._draws.begin(self._watch.generators)
         reads_bits = cut and (self._watch.is_watching or self._watch.writes_data)
         bits = self._bits(self._watch.is_watching) if reads_bits else {}
         yield
@@ -135,7 +138,7 @@ class StepState:
     @contextmanager
     def run(self, is_last: bool = False, stage: int = 0) -> Iterator[None]:
         """Around one run of the step, which begins with the numbers that the micro-batch found."""
-        with self._watch.around(stage):
+        with self._draws.run(), self._watch.around(stage):
             self._put(self._start)
             self._called = None
             if self._watch.setting:
@@ -148,7 +151,7 @@ class StepState:
         """Around `on_before_backward`, on the rank of the last stage. Raises RuntimeError naming a number that it
         changes."""
         before = self._now(), scan(self._layers)
-        with self._watch.before_backward():
+        with self._draws.hook("on_before_backward"), self._watch.before_backward():
             yield
         for one, other in zip(before, (self._now(), self._now_in_layers()), strict=True):
             if (place := next(differences(one, other), None)) is not None:
@@ -163,7 +166,8 @@ class StepState:
         a number that they change; one that is new may be a cache, and changes once, as a flag does."""
         holders = [*self._outside, *self._own_code, *map(Enclosed, hooks)]
         before = scan(holders).counts
-        yield
+        with self._draws.hook("a hook of a parameter"):
+            yield
         after = scan(holders).counts
         for place in {**before, **after}:
             if are_other(before.get(place), after.get(place)):
@@ -196,7 +200,7 @@ class StepState:
                 self._refuse_counting(self._now_in_layers())
                 self._watch.begin_again()
                 self._put(self._start)
-            with metrics_uncounted(self._model), before.refusing_iterators(ADVICE):
+            with self._draws.whole(is_whole), metrics_uncounted(self._model), before.refusing_iterators(ADVICE):
                 yield
             end = self._now()
             self._whole = end if is_whole else self._whole
@@ -206,7 +210,7 @@ class StepState:
                     f"no samples, and would fall behind the others; change it {ADVICE}"
                 )
         finally:
-            before.put_back(draws=True)
+            before.put_back(draws=not self.pads)
             self._put(found)
             for buffer, values in statistics:
                 buffer.data.copy_(values)
@@ -218,16 +222,16 @@ class StepState:
     def asks_whole(self) -> bool:
         """Whether the step, whose parts have run, is to run for its numbers on a micro-batch that is not cut, as one
         process runs it."""
-        if self._end is None or not self._watch.is_watching or self._watch.num_parts == 1:
+        if self._end is None or self._watch.num_parts == 1 or not (self._watch.is_watching or self._draws.asks_whole):
             return False
-        is_other = next(differences(self._start, self._end), None) is not None
+        is_other = self._draws.asks_whole or next(differences(self._start, self._end), None) is not None
         return is_other or any(name in self._watch.stored for _, name, _ in self._end.numbers)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Around the run of an evaluation step, which comes to its end on the last stage only."""
         before, self._evaluated = self._now(), None
-        with self._watch.hooks.evaluation():
+        with self._watch.hooks.evaluation(), self._draws.evaluation():
             yield
         now = self._now()
         self._refuse_grown(before, now, "an evaluation step")
@@ -248,10 +252,12 @@ class StepState:
         snapshot = self._watch.called_in_evaluation()
         self._evaluated = self._now(), [t._version for t in self._tensors], snapshot
 
-    def calling(self) -> None:
+    def calling(self, is_last: bool) -> None:
         """The step calls the pipelined module."""
-        self._called = self._now()
-        self._watch.calling()
+        self._draws.calling()
+        if is_last:
+            self._called = self._now()
+            self._watch.calling()
 
     def refuse_apart(self) -> None:
         """Raise RuntimeError naming a number that hooks have changed on the rank of the last stage alone, and that

@@ -218,8 +218,8 @@ class Staged(nn.Module):
         if run.entered:
             refuse_second_call(self.name)
         run.entered = True
-        if self.state is not None and run.stage == self.num_stages - 1:
-            self.state.calling()
+        if self.state is not None:
+            self.state.calling(run.stage == self.num_stages - 1)
         if run.wants in ("inputs", "numbers"):
             self._learned = self._layout(args, kwargs) if run.wants == "inputs" else None
             raise Leave

@@ -15,6 +15,7 @@
 | list that grows | attributes | refused; in globals it may |
 | parameter or buffer that is changed in place | modules | refused; metrics and statistics count parts |
 | iterator | attributes | gives no items in a step |
+| generator of random numbers | attributes, containers, globals | put back (`draws`): all runs draw the same |
 
 - followed (`found`): each run begins with what the micro-batch found, and all leave the same, which stays.
 - watched (`watch`): refused by name if it changes. Only in the first four micro-batches and in those whose number is a

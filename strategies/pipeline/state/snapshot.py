@@ -121,7 +121,8 @@ class Snapshot:
         self._known, self._stored = known, stored
         self._met: dict[int, Any] = {}
         self._is_global = False
-        self._generators: list[tuple[Any, Any]] = []
+        self.generators: list[tuple[str, Any, Any]] = []
+        """Those of random numbers, with their names and states."""
         self._root, self._left, self._depth = "", 0, 0
         self.cut: set[str] = set()
         """Names of attributes and globals that hold too much to be read whole."""
@@ -186,7 +187,7 @@ class Snapshot:
     def put_back(self, draws: bool = False, of: Collection[nn.Module] | None = None) -> None:
         """Give containers and objects what they held, with `of` those of these modules, and with `draws` generators of
         random numbers their state; tensors that were changed in place are not put back."""
-        for generator, content in self._generators if draws else ():
+        for _, generator, content in self.generators if draws else ():
             generator_of(content, generator)
         for owner, holder, copied in self._copies:
             if of is None or owner in of:
@@ -246,7 +247,7 @@ class Snapshot:
                 self.iterators.append(slot)
         elif isinstance(value, generators()):
             content = generator_content(value)
-            self._generators += [] if content is None else [(value, content)]
+            self.generators += [] if content is None else [(name, value, content)]
         elif held is not None and id(value) not in self._met:
             self._met[id(value)] = value
             self._depth += 1

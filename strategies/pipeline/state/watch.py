@@ -92,10 +92,15 @@ class Watch:
         setting = self.setting if not is_watched else self.setting - {*self._few.values()} if self._is_light else ()
         self._contents = [(held, content_of(held)) for module in setting for held in _held_in(module)]
 
+    @property
+    def generators(self) -> list[tuple[str, Any]]:
+        """Those of random numbers that are found where a micro-batch is watched, with their names."""
+        return [] if self._start is None else [(name, value) for name, value, _ in self._start.generators]
+
     def begin_again(self) -> None:
         """Give containers and objects what this micro-batch found."""
-        assert self._start is not None
-        self._start.put_back()
+        if self._start is not None:
+            self._start.put_back()
 
     def partial(self) -> list[Slot]:
         """At the end of a micro-batch: where there is what belongs to a part of it."""
