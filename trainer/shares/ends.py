@@ -104,6 +104,8 @@ def compare_counts(run: RunState) -> None:
     """After an epoch or an evaluation, raise RuntimeError for a number of a callback that is not the same in all
     shares: ranks would read another one each. Every rank calls it."""
     shares = run.shares
+    if shares is not None:
+        shares.evaluated.end()
     several = shares is not None and len(shares.own) < (run.arguments.virtual_ranks or 1)
     if shares is None or not several or not any(is_users_class(type(callback)) for callback in run.callbacks):
         return

@@ -24,6 +24,10 @@ class OptimizerValues:
         self._left: list[dict[str, Any]] | None = None
         """As the share before has left them."""
 
+    @property
+    def are_changed(self) -> bool:
+        return self._state != self._marks() or not all(map(same, self._numbers(), self._begun))
+
     def end_share(self) -> None:
         """Let the next share begin with what this one began with.
 

@@ -21,6 +21,7 @@ from lockstep.trainer.checkpoint.rank_state import on_device_of, torchmetrics_of
 from lockstep.trainer.metrics.model_parts import Parts
 from lockstep.trainer.metrics.sync import ADDED
 from lockstep.trainer.seeding import derive
+from lockstep.trainer.shares.evaluated import EvaluatedModel
 from lockstep.trainer.shares.metric_states import MetricState
 from lockstep.trainer.shares.optimizer_values import OptimizerValues
 from lockstep.trainer.shares.user_state import UserState
@@ -59,6 +60,7 @@ class Shares:
         self._plain = _NONE
         """And of those of torch's."""
         self._of_optimizers = OptimizerValues((), False)
+        self.evaluated = EvaluatedModel(run, module)
         self._modules: list[nn.Module] = []
         self._users: list[nn.Module] = []
 
@@ -135,6 +137,7 @@ class Shares:
         parts = self._parts.now()
         self._metrics = parts.metrics
         if self._run.evaluating:
+            self.evaluated.begin()
             return
         self._modules = [module for _, module in parts.parts]
         self._users = [module for _, module in parts.users]
@@ -176,6 +179,7 @@ class Shares:
             self._after_first = [_Buffer(buffer.module, buffer.name) for buffer in self._buffers]
 
     def _end_evaluated(self) -> None:
+        self.evaluated.end_share()
         if changed := self.state.end() if self._keeps_state else []:
             raise RuntimeError(
                 f"a step or hook of a batch changed {shortened(changed)} in an evaluation, so that what reads it would "
