@@ -18,7 +18,7 @@ from lockstep.strategies.dp.held import Held, is_metric
 from lockstep.strategies.dp.parts import Replaced
 from lockstep.strategies.modules.blocks import holds_states, join_states
 from lockstep.strategies.modules.parameter_hooks import copy_attributes
-from lockstep.strategies.sync.contents import same_values
+from lockstep.strategies.sync.contents import same_values, sum_of_bits
 
 _GRADIENT = operator.attrgetter("grad")
 _BYTES, _VALUES = 1 << 20, 1000
@@ -50,6 +50,11 @@ class Copies(Replaced):
             else:
                 self._metric(value)
 
+    def tensors(self) -> list[tuple[Tensor, Tensor]]:
+        """Each with its copy."""
+        pairs = (pair for pair in self._known.values() if isinstance(pair[0], Tensor))
+        return [(own, theirs) for own, theirs in pairs if own is not theirs]
+
     def _of_tensor(self, value: Tensor) -> Tensor:
         if id(value) in self._known:
             return self.of(value)
@@ -80,6 +85,24 @@ class Copies(Replaced):
         copied.to(self._device)
         for own, other in zip(metric.modules(), copied.modules(), strict=True):
             self.add(own, other)
+
+
+@contextmanager
+def followed(copies: list[Copies]) -> Iterator[None]:
+    """Let tensors of slices, which have run forward, become what a hook makes of those that they are copies of: a
+    backward reads them."""
+    weights = {id(own) for copied in copies for own in copied.originals}
+    pairs = [(own, theirs) for copied in copies for own, theirs in copied.tensors()]
+    rest = {id(own): own for own, _ in pairs if id(own) not in weights}
+    before = {key: int(sum_of_bits(own)) for key, own in rest.items()}
+    places = {id(own): own.data_ptr() for own, _ in pairs}
+    yield
+    changed = {key for key, own in rest.items() if before[key] != int(sum_of_bits(own))}
+    for own, theirs in pairs:
+        if own.data_ptr() != places[id(own)]:  # what backward has kept of the one before is as it was
+            theirs.data = own.detach().to(theirs.device, copy=True)
+        elif id(own) in weights | changed:
+            theirs.data.copy_(own.detach())
 
 
 def large_values(held: Held, devices: Sequence[torch.device]) -> list[tuple[str, Any]]:

@@ -29,6 +29,7 @@ from lockstep.strategies.devices import nth_device
 from lockstep.strategies.dp.copies import (
     Copies,
     Gradients,
+    followed,
     join_metrics,
     large_values,
     refuse_returned,
@@ -245,7 +246,9 @@ class DataParallel(SPMDStrategy):
         whole = merged(moved)
         if hooks.before_backward is not None:
             if any(losses for losses, _ in slices.losses):
-                hooks.before_backward(split_loss(whole, micro_batch.num_samples)[0])  # type: ignore[arg-type]
+                refuse_differing(slices.copies, self._on_cpu)
+                with followed(slices.copies):
+                    hooks.before_backward(split_loss(whole, micro_batch.num_samples)[0])  # type: ignore[arg-type]
             in_turn(self._read(held.model), slices.first, slices.copies, backward)
         return whole
 

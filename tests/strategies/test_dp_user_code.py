@@ -77,6 +77,42 @@ def test_hooks_see_the_whole_batch_once(accumulate: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
+class Edits(Plain):
+    """Its hook changes what backward reads: in place past torch's notes, and by other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
+        self.weight = torch.ones(3, dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]) * self.scale * self.weight, batch[1])
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        for parameter in self.net.parameters():
+            parameter.data.mul_(0.99)
+        self.scale.data.mul_(0.9)
+        self.weight.data.mul_(1.2)
+        self.net[0].weight.data = self.net[0].weight.data * 1.1
+
+
+def test_backward_reads_what_on_before_backward_has_changed() -> None:
+    both(Edits)
+
+
+class EditsBySamples(Plain):
+    def on_fit_start(self) -> None:
+        self.net[2].register_full_backward_hook(self.edit)
+
+    def edit(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self.net[0].weight.data.add_(outputs[0].abs().max())
+
+
+def test_a_backward_hook_that_changes_weights_by_its_samples_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"changed the parameter net\.0\.weight by the samples of a slice"):
+        train(EditsBySamples, "dp")
+
+
 class Sums(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return Loss(F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum"), len(batch[1]))

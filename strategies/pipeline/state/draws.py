@@ -24,7 +24,7 @@ class Draws:
 
     Each run of a micro-batch begins with the states that the micro-batch found and leaves the same: a draw is one for
     the whole micro-batch. Raises RuntimeError naming a generator of which that cannot hold. The streams of torch, numpy
-    and Python are no such generators: they are seeded for each part.
+    and Python, which are seeded for each part, are left as they are.
     """
 
     def __init__(self, outside: Sequence[nn.Module], names: dict[nn.Module, str]) -> None:
