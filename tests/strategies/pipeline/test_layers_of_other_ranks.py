@@ -42,6 +42,18 @@ class InPlace(Base):
             self.zero_grad()
 
 
+class ByData(Base):
+    """Past torch's notes, before the net runs and before the optimizer steps."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters():
+            parameter.data.mul_(0.9)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.3, 0.3)
+
+
 class Facts(Base):
     """What does not depend on values is answered on every rank."""
 
@@ -55,7 +67,7 @@ class Facts(Base):
         self.to("cpu")
 
 
-@pytest.mark.parametrize("make", [Clipping, InPlace, Facts])
+@pytest.mark.parametrize("make", [Clipping, InPlace, ByData, Facts])
 def test_what_writes_to_layers_of_other_ranks_or_asks_for_facts_is_exact(make: type[Module]) -> None:
     exact(make, TWO)
 
