@@ -52,8 +52,8 @@ class Copies(Replaced):
 
     def tensors(self) -> list[tuple[Tensor, Tensor]]:
         """Each with its copy."""
-        pairs = (pair for pair in self._known.values() if isinstance(pair[0], Tensor))
-        return [(own, theirs) for own, theirs in pairs if own is not theirs]
+        tensors = [value for value in self._values if isinstance(value, Tensor)]
+        return [(own, theirs) for own, theirs in zip(tensors, self.of_each(tensors), strict=True) if own is not theirs]
 
     def _of_tensor(self, value: Tensor) -> Tensor:
         if id(value) in self._known:

@@ -1,4 +1,4 @@
-"""A line for a plain loss that is a mean over something else than the samples of its batch, by which it is weighted."""
+"""A line for a plain loss that is not a mean over the samples of its batch, by which it is weighted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
@@ -18,6 +18,20 @@ if TYPE_CHECKING:
 _log = logging.getLogger("lockstep")
 
 _LOOKS, _NODES = 16, 100
+_FUNCTIONS = {
+    "SqrtBackward0": "sqrt",
+    "RsqrtBackward0": "rsqrt",
+    "LogBackward0": "log",
+    "Log1PBackward0": "log1p",
+    "ExpBackward0": "exp",
+    "PowBackward0": "a power",
+    "LinalgVectorNormBackward0": "a norm",
+}
+_LINEAR = {f"{name}Backward0" for name in ("Add", "Sub", "Neg", "ToCopy", "Clone", "View", "UnsafeView", "Reshape")}
+_LINEAR |= {f"{name}Backward{i}" for name in ("Squeeze", "Unsqueeze") for i in (0, 1)}
+_JOINED = "StackBackward0", "CatBackward0"
+_OF_PYTHON = torch.float64, torch.int64
+_OF_INPUTS = "Addmm", "Mm", "Bmm", "Convolution", "Linear", "Embedding", "MkldnnRnn", "CudnnRnn", "NativeLayerNorm"
 _MEAN, _SUM = 1, 2  # torch's numbers of reduction="mean" and "sum"
 
 
@@ -44,6 +58,14 @@ class FirstSteps:
         output, samples = self._step(batch, batch_idx), self._metrics.samples_here
         if samples and not self._metrics.is_ambiguous:
             self._looks += 1
+            if (found := _not_a_mean(output, samples)) is not None:
+                self._looks = _LOOKS
+                _log.warning(
+                    f"training_step returns {found}, but a plain loss is taken for the mean over its samples, so the "
+                    "numbers depend on how samples are split over batches and ranks; return Loss(total, count), such "
+                    "as Loss(F.mse_loss(out, y, reduction='sum'), len(y)), or a mean of what each sample gives"
+                )
+                return output
             self._last = _means(output), samples, batch_idx
         return output
 
@@ -94,6 +116,70 @@ def _means(output: Any) -> list[float | Tensor]:
         seen.update(following)
         nodes += following
     return counts
+
+
+def _not_a_mean(output: Any, samples: float) -> str | None:
+    """What a plain loss is if it is, or adds, a sum over samples or a nonlinear function of a mean; of what only
+    weights go into, and of divisions, nothing is said."""
+    losses = [*output.values()] if isinstance(output, Mapping) and "loss" not in output else [output]
+    losses = [output["loss"]] if isinstance(output, Mapping) and "loss" in output else losses
+    waiting = [(loss.grad_fn, 1.0) for loss in losses if isinstance(loss, Tensor) and loss.grad_fn is not None]
+    for node, factor in islice(waiting, _NODES if samples > 1 else 0):  # which grows meanwhile
+        name, edges = type(node).__name__, [after for after, _ in node.next_functions if after is not None]
+        if name in _FUNCTIONS and _is_of_data(edges):
+            return f"a function ({_FUNCTIONS[name]}) of what its samples add up to"
+        if name in ("SumBackward0", "SumBackward1") or getattr(node, "_saved_reduction", None) == _SUM:
+            shape, times = getattr(node, "_saved_self_sym_sizes", None), 1 / (factor * samples)
+            is_mean = times > 0.5 and math.isclose(times, round(times), rel_tol=1e-5)
+            if type(edges[0]).__name__ in _JOINED:
+                waiting += [(after, factor) for after, _ in edges[0].next_functions if after is not None]
+            elif not is_mean and (shape is None or math.prod(shape) % samples == 0) and _adds_samples(edges):
+                return "a sum over samples"
+        elif name in _LINEAR:
+            waiting += [(after, factor) for after in edges]
+        elif name == "MulBackward0" and len(edges) == 1:
+            other = _saved(node, "_raw_saved_other" if node.next_functions[0][0] is not None else "_raw_saved_self")
+            if other is not None and other.numel() == 1 and other.is_cpu and other.dtype in _OF_PYTHON and other != 0:
+                waiting.append((edges[0], factor * abs(float(other))))
+    return None
+
+
+def _adds_samples(edges: list[Any]) -> bool:
+    """Whether what is summed has a value for each sample: no mean over them, and no weights that add up to one."""
+    node = edges[0]
+    for _ in range(_LOOKS):
+        name, following = type(node).__name__, [after for after, _ in node.next_functions if after is not None]
+        if name == "DivBackward0" or (name == "MeanBackward1" and 0 in {*node._saved_dim}):
+            return False
+        if name == "MulBackward0":
+            held = [_saved(node, f"_raw_saved_{side}") for side in ("self", "other")]
+            if any(t is not None and math.isclose(float(t.detach().sum()), 1, rel_tol=1e-4) for t in held):
+                return False
+        if name not in (*_LINEAR, "MulBackward0", "MeanBackward1", "SumBackward1") or len(following) != 1:
+            break
+        node = following[0]
+    return _is_of_data(edges)
+
+
+def _is_of_data(nodes: list[Any]) -> bool:
+    """Whether a layer that computes with an input without gradient, or what another stage has sent, goes into nodes."""
+    seen, waiting = set(nodes), [*nodes]
+    for node in islice(waiting, 10 * _NODES):  # grows
+        name, variable = type(node).__name__, getattr(node, "variable", None)
+        if name.startswith(_OF_INPUTS) and (
+            name.startswith("Embedding") or node.next_functions[_input(name)][0] is None
+        ):
+            return True
+        if isinstance(variable, Tensor) and not isinstance(variable, nn.Parameter):
+            return True
+        following = [after for after, _ in node.next_functions if after is not None and after not in seen]
+        seen.update(following)
+        waiting += following
+    return False
+
+
+def _input(name: str) -> int:
+    return 1 if name == "AddmmBackward0" else 0
 
 
 def _terms(node: Any) -> float | Tensor | None:

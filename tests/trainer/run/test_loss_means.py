@@ -87,6 +87,61 @@ def by_a_complex_number(out: Tensor, y: Tensor) -> Tensor:
     return (out.to(torch.complex64).sum() / (3 + 4j)).abs()
 
 
+def a_sum(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y.clamp_min(0), reduction="sum")
+
+
+def a_scaled_sum(out: Tensor, y: Tensor) -> Tensor:
+    return 0.1 * (out - 1).square().sum() + out.mean()
+
+
+def a_sum_of_means(out: Tensor, y: Tensor) -> Tensor:
+    return out.square().mean(1).sum()
+
+
+def a_root(out: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(out, torch.zeros_like(out)).sqrt()
+
+
+def a_norm(out: Tensor, y: Tensor) -> Tensor:
+    return (out - 1).norm()
+
+
+def a_perplexity(out: Tensor, y: Tensor) -> dict[str, Tensor]:
+    return {"loss": of_all(out, y).exp()}
+
+
+def with_penalties(out: Tensor, y: Tensor) -> Tensor:
+    weight = 4 * PENALIZED.outer(PENALIZED)[:4, :4]  # as many rows as samples
+    return of_all(out, y) + 0.1 * weight.square().sum() + weight.square().sum().sqrt() + PENALIZED.norm()
+
+
+def of_classes(out: Tensor, y: Tensor) -> Tensor:
+    return out.square().sum(1).mean() + out.square().mean(0).sum() + (out.square() + 1).sqrt().mean()
+
+
+def of_a_divergence(out: Tensor, y: Tensor) -> Tensor:
+    even = torch.full_like(out, 1 / 3)
+    return F.kl_div(out.log_softmax(1), even, reduction="batchmean") + out.logsumexp(1).mean()
+
+
+def stacked(out: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([of_all(out, y), out.square().mean(), out.mean(), 0.5 * out.abs().mean()]).sum()
+
+
+def by_factor(out: Tensor, y: Tensor) -> Tensor:
+    return out.square().sum() * (1 / len(y)) + (out.square() / len(y)).sum() - (out.square().sum() / out.numel())
+
+
+def by_weights(out: Tensor, y: Tensor) -> Tensor:
+    return (out.square().mean(1) * torch.arange(1.0, len(y) + 1).softmax(0)).sum()
+
+
+def by_uncertainty(out: Tensor, y: Tensor) -> Tensor:
+    scale = PENALIZED[0]
+    return (-scale).exp() * of_all(out, y) + scale + 2 * of_all(out, y)
+
+
 PENALIZED = nn.Parameter(torch.ones(5))
 
 
@@ -118,11 +173,14 @@ def warned(
             accelerator="cpu",
             **options,
         ).fit(Model(loss), DataLoader(TensorDataset(x, y), batch_size=batch_size))
-    return [record.message for record in caplog.records if "a mean of" in record.message]
+    return [record.message for record in caplog.records if "training_step returns a" in record.message]
 
 
 UNEVEN = of_not_ignored, weighted_by_class, of_two, by_index, by_mask, by_division
 EVEN = of_all, with_penalty, with_aside, with_count, of_samples, recomputed
+SUMS = a_sum, a_scaled_sum, a_sum_of_means
+FUNCTIONS = a_root, a_norm, a_perplexity
+MEANS = with_penalties, of_classes, of_a_divergence, stacked, by_factor, by_weights, by_uncertainty
 READ = of_named_function, by_a_complex_number
 
 
@@ -136,7 +194,19 @@ def test_a_mean_over_what_batches_have_different_numbers_of_is_named(
         assert "a mean of 2 terms for 4 samples, and of 3 for 4 in batch 1" in line
 
 
-@pytest.mark.parametrize("loss", EVEN + READ)
+@pytest.mark.parametrize("loss", SUMS)
+def test_a_sum_over_samples_is_named(caplog: pytest.LogCaptureFixture, loss: Callable[[Tensor, Tensor], Any]) -> None:
+    (line,) = warned(caplog, loss, accumulate_grad_batches=2)
+    assert "training_step returns a sum over samples, but" in line and "return Loss(total, count)" in line
+
+
+@pytest.mark.parametrize("loss", FUNCTIONS)
+def test_a_function_of_a_mean_is_named(caplog: pytest.LogCaptureFixture, loss: Callable[[Tensor, Tensor], Any]) -> None:
+    (line,) = warned(caplog, loss, accumulate_grad_batches=2)
+    assert "training_step returns a function (" in line and "or a mean of what each sample gives" in line
+
+
+@pytest.mark.parametrize("loss", EVEN + READ + MEANS)
 def test_a_mean_over_samples_is_not(caplog: pytest.LogCaptureFixture, loss: Callable[[Tensor, Tensor], Any]) -> None:
     assert warned(caplog, loss, accumulate_grad_batches=2) == []
 
@@ -162,3 +232,5 @@ def test_ranks_name_it_once(capfd: pytest.CaptureFixture[str], caplog: pytest.Lo
     assert "a mean of" not in capfd.readouterr().err
     warned(caplog, of_not_ignored, strategy=strategy, devices=2)
     assert capfd.readouterr().err.count("a mean of") == 1
+    warned(caplog, a_scaled_sum, batch_size=8, strategy=strategy, devices=2)
+    assert capfd.readouterr().err.count("a sum over samples") == 1
