@@ -14,11 +14,10 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.strategies.modules.absent import Refusing, is_here
+from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.modules.blocks import Layer, is_metric, is_of_torch, measures
 from lockstep.strategies.modules.side_effect_free import PlainAttributes, PlainValues, metrics_uncounted
 from lockstep.strategies.pipeline.partition import Cut, holding_stages
@@ -29,6 +28,7 @@ from lockstep.strategies.pipeline.state.found import (
     Found,
     Place,
     are_other,
+    bits_of,
     children_of,
     differences,
     equal,
@@ -37,13 +37,13 @@ from lockstep.strategies.pipeline.state.found import (
     put_children,
     restore,
     scan,
+    tensors_of,
 )
 from lockstep.strategies.pipeline.state.hook_state import Enclosed, hook_holders
 from lockstep.strategies.pipeline.state.marks import PLAIN
 from lockstep.strategies.pipeline.state.snapshot import Slot, Snapshot
 from lockstep.strategies.pipeline.state.watch import ADVICE, Watch, in_evaluation, partial, refuse
 from lockstep.strategies.sync.collectives import gather_objects
-from lockstep.strategies.sync.contents import sum_of_bits
 
 
 class StepState:
@@ -72,11 +72,11 @@ class StepState:
         self._own_code, self._hooked, self._registered = self._layers, [*own, *free, *outside], -1
         self._parents = [m for m in outside if m._modules]
         self._parents_in_layers = [m for m in (*own, *free) if m._modules]
-        self._tensors = [t for m in (*outside, *free) if not measures(m) for t in _tensors_of(m)]
-        self._tensors += [t for m in own for t in _tensors_of(m) if id(t) in shared]
+        self._tensors = [t for m in (*outside, *free) if not measures(m) for t in tensors_of(m)]
+        self._tensors += [t for m in own for t in tensors_of(m) if id(t) in shared]
         self._of_layers = [m for m in own if not measures(m)]
         self._with_tensors = [m for m in outside if not measures(m) and (m._parameters or m._buffers)]
-        self._layer_tensors = [t for m in self._of_layers for t in _tensors_of(m)]
+        self._layer_tensors = [t for m in self._of_layers for t in tensors_of(m)]
         self._statistics = [b for m in outside if measures(m) for b in m._buffers.values() if b is not None]
         self._watch = Watch(model, outside, self._own_code)
         self._draws = Draws(outside, {module: name for name, module in model.named_modules()})
@@ -381,11 +381,7 @@ class StepState:
                     refuse(f"calls a {what} that counts in {self._name(place)}", f"count {ADVICE}")
 
     def _bits(self, of_layers: bool) -> dict[tuple[nn.Module, str], tuple[Tensor, int]]:
-        """Of tensors, by place, as a layer may make some: `.data` is changed past their versions."""
-        modules = (*self._with_tensors, *(self._of_layers if of_layers else ()))
-        held = (((m, n), t) for m in modules for n, t in chain(m._parameters.items(), m._buffers.items()))
-        here = [(place, t) for place, t in held if t is not None and is_here(t) and t.layout is torch.strided]
-        return {place: (t, int(sum_of_bits(t))) for place, t in here if not t.is_meta and not t.is_quantized}
+        return bits_of((*self._with_tensors, *(self._of_layers if of_layers else ())))
 
     def _refuse_in_place(self, tensor: Tensor) -> NoReturn:
         refuse(f"changes {self._name_of(tensor)} in place", f"change it {ADVICE}")
@@ -399,8 +395,3 @@ class StepState:
         named: chain[tuple[str, Any]] = chain(self._model.named_modules(), self._model.named_parameters())
         path = next((name for name, child in named if child is module), "")
         return ".".join(filter(None, (path, attribute))) + ("" if key is None or key is BUFFER else f"[{key!r}]")
-
-
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    held = [*module._parameters.values(), *module._buffers.values()]
-    return [t for t in held if t is not None and is_here(t) and not hasattr(t, "device_mesh")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from lockstep.strategies.modules.blocks import OF_TORCH, measures
 from lockstep.strategies.modules.side_effect_free import PlainValues, differ
 from lockstep.strategies.pipeline.state.marks import PLAIN
 from lockstep.strategies.pipeline.state.snapshot import MANY, is_followed
+from lockstep.strategies.sync.contents import sum_of_bits
 
 _NO_STATE = OF_TORCH - {"training"}
 Holder = nn.Module | Tensor
@@ -165,3 +167,16 @@ def are_other(one: Any, other: Any) -> bool:
 def equal(one: Tensor, other: Tensor) -> bool:
     """Whether they hold the same; a host synchronization, for what was replaced."""
     return one.device == other.device and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Its parameters and buffers that are whole on this rank."""
+    held = [*module._parameters.values(), *module._buffers.values()]
+    return [t for t in held if t is not None and is_here(t) and not hasattr(t, "device_mesh")]
+
+
+def bits_of(modules: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], tuple[Tensor, int]]:
+    """A sum of the bits of their tensors, by place, as a layer may make some: `.data` is changed past versions."""
+    held = (((m, n), t) for m in modules for n, t in chain(m._parameters.items(), m._buffers.items()))
+    here = [(place, t) for place, t in held if t is not None and is_here(t) and t.layout is torch.strided]
+    return {place: (t, int(sum_of_bits(t))) for place, t in here if not t.is_meta and not t.is_quantized}
