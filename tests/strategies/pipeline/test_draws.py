@@ -130,6 +130,7 @@ def test_an_evaluation_draws_before_the_net_only(is_late: bool) -> None:
         return float(module.python.random())
 
     def run(strategy: str, devices: int) -> float:
+        OF_FILE.seed(5)
         trainer = quiet(strategy=strategy, devices=devices, max_epochs=1, seed=0, precision="64-true")
         loader = torch.utils.data.DataLoader(samples(), batch_size=8)
         trainer.validate(Evaluated(of_torch, late if is_late else None), loader)
