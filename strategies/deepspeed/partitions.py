@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.strategies.deepspeed.access import Access
+from lockstep.strategies.modules.model_changes import shortened
 
 
 class Partitions:
@@ -23,6 +24,8 @@ class Partitions:
         self._offloads = engine.zero_cpu_offload()
         self._kept = [flat.grad for flat in self.flats()]
         self._changed, self._versions = False, [parameter._version for parameter in trained]
+        self._written: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        """What layers had whole under stage 3, and whether it was changed."""
         self._views = [] if self.stage == 3 else [(parameter, parameter.detach()) for parameter in trained]
 
     def begin_window(self) -> None:
@@ -75,6 +78,34 @@ class Partitions:
                 self._changed = _take_changes(piece.source, low) or self._changed
                 if parameter.requires_grad:  # of which the engine gathers another copy, once it has freed it
                     _take_changes(parameter.ds_tensor[: low.numel()], low)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def refuse_written(self, module: nn.Module, trains: bool) -> None:
+        """Before the engine frees what a layer has used under stage 3: raise RuntimeError for a parameter that user
+        code has changed while it was whole; on accelerators at the next `check_written`."""
+        for parameter in module.parameters(recurse=False):
+            cut: Any = parameter
+            stays = cut.ds_persist and not (parameter.requires_grad and trains)  # `adopt_weights` takes its changes
+            if stays or cut.ds_status.name != "AVAILABLE" or cut.ds_tensor.dtype != cut.dtype:
+                continue
+            part = parameter.detach().reshape(-1)[dist.get_rank() * cut.ds_tensor.numel() :][: cut.ds_tensor.numel()]
+            differs = (part != cut.ds_tensor[: part.numel()].to(part.device)) & (part == part)  # NaN is not a change
+            written = differs.any() | (parameter.numel() != cut.ds_numel)
+            self._written[cut.ds_id] = parameter, written | self._written.get(cut.ds_id, (None, False))[1]
+            if written.is_cpu:
+                self.check_written()
+
+    def check_written(self) -> None:
+        """Raise RuntimeError if a parameter was changed while a layer had it whole."""
+        names = [self._name_of(parameter) for parameter, written in self._written.values() if written]
+        self._written.clear()
+        if names:
+            raise RuntimeError(
+                f"{shortened(names)} was changed in the forward or backward of its layer, or in a hook of it, but "
+                "ZeRO-3 frees what it has gathered for that and drops the change; change it in a hook such as "
+                "on_train_batch_start within `with trainer.whole(module):`, or use strategy='deepspeed_stage_2' or "
+                "'fsdp'"
+            )
 
     @contextlib.contextmanager
     def unsharded(self, gathers: bool) -> Iterator[None]:

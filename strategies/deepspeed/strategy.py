@@ -328,6 +328,7 @@ class DeepSpeed(SPMDStrategy[ZeroStep]):
             self._order.note(END_BACKWARD)
 
     def finish_gradients(self, wrapped: ZeroStep) -> None:
+        wrapped.partitions.check_written()
         check_used(wrapped, None if self._agreement is None else self._agreement.gather, self.all_reduce)
         changed = self._changes.trainability() if self._changes is not None else []
         if changed:

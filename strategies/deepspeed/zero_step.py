@@ -91,6 +91,7 @@ class ZeroStep(nn.Module):
         for i, module in enumerate(modules):
             self.hooks.append(module.register_forward_pre_hook(functools.partial(self._announce, GATHER, i)))
             self.hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(begin)]
+            self.hooks.append(module.register_forward_hook(self._refuse_written))
         engine = initialize(self, optimizer, config, device, device_index)
         self.__dict__["engine"] = engine  # not a child: the engine holds this module
         self.additions.seal()
@@ -282,7 +283,17 @@ class ZeroStep(nn.Module):
                 self._announce(GATHER_FOR_BACKWARD, indices[module], module)
             gather(module)
 
+        free = gatherer.post_sub_module_backward_function
+
+        def checked(module: nn.Module) -> None:
+            self.partitions.refuse_written(module, trains=True)
+            free(module)
+
         gatherer.pre_sub_module_backward_function = announced
+        gatherer.post_sub_module_backward_function = checked
+
+    def _refuse_written(self, module: nn.Module, *_: Any) -> None:
+        self.partitions.refuse_written(module, trains=torch.is_grad_enabled())
 
     def _end_forward(self) -> None:
         if self.call_order is not None:

@@ -86,6 +86,7 @@ class MeshModel(nn.Module):
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         if not self.depth:
             self._calls.clear()
+            self.writes.awaited.clear()
             if self.units:
                 self.writes.look(self)
         if self.manual:
@@ -221,6 +222,7 @@ class MeshModel(nn.Module):
         self.reused.clear()
         self._calls.clear()
         self._reshard()
+        self.writes.awaited.clear()
         if self.units and self._looks:
             self._looks -= 1
             refuse_kept(self.model)
@@ -365,6 +367,8 @@ class MeshModel(nn.Module):
                     parameter.reset_sharded_param = functools.partial(self._reset, parameter)
                     follow_casts(parameter.sharded_param, parameter.reset_sharded_param)
                     parameter.init_unsharded_param = functools.partial(init_unsharded, parameter)
+                    assign = functools.partial(self.writes.assign, group, parameter)
+                    mixed_tensors.assigns[parameter.sharded_param] = assign
                 self.writes.follow(group, lambda: self.manual, is_root=unit is self)
         traced = within_compiled(self.model)
         inside = {module for block in blocks.values() for module in block.modules()}

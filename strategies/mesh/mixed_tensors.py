@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.strategies.modules.sharded_errors import INSTEAD
 
@@ -26,6 +27,10 @@ def install() -> None:
     dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
     for op in _operators(_DRAWS):
         dispatcher._custom_op_handlers[op] = _draw
+    for op in _operators(name for loss in _LOSSES for name in (loss, f"{loss}_backward")):
+        dispatcher._custom_op_handlers[op] = _mean
+    for op in _operators(_OF_WHOLE):
+        dispatcher._custom_op_handlers[op] = _refuse_part
     for op in _operators(name for name in dir(torch) if name.startswith("_foreach_")):
         dispatcher._custom_op_handlers[op] = _each
     DTensor.numpy = _refuse_numpy  # type: ignore[method-assign, assignment]
@@ -45,12 +50,21 @@ def install() -> None:
                 f"parameter of shape {list(self.shape)} and {self.dtype}, or it is sharded over other ranks; assign "
                 "one like it, or change the parameter before fit"
             )
-        self._local_tensor.copy_(value.redistribute(placements=self.placements)._local_tensor)  # torch would lose it
+        new = value.redistribute(placements=self.placements)._local_tensor
+        if self in assigns:
+            assigns[self](new)
+        elif {"fsdp", "ddp"} & {*(self.device_mesh.mesh_dim_names or ())}:
+            self._local_tensor.copy_(new)
+        else:  # torch would lose it; what the backward uses of the values before is left as it was
+            self._local_tensor.data = new
+            increment_version(self._local_tensor)
 
     data: Any = Tensor.data
     DTensor.data = property(data.__get__, assign)  # type: ignore[assignment]
 
 
+assigns: Any = WeakTensorKeyDictionary()
+"""By the shard of a parameter what is to be called with this rank's part of what is assigned to its `data`."""
 _in_steps = 0
 
 
@@ -105,6 +119,37 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
             f"{list(tensor.shape)} of which this rank holds a shard, and would not be those of one process; {INSTEAD}"
         )
     return _by_torch(op, args, kwargs, _draw)
+
+
+_LOSSES = (
+    "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits"
+).split()
+_OF_WHOLE = "eye index_add_ index_copy_ index_reduce_".split()
+"""What torch does on each shard as if that were the whole tensor."""
+
+
+def _mean(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """A loss of DTensors, or its gradient: of a mean torch would take the mean of the ranks' means, which is another
+    number if they hold shards of several sizes."""
+    names = [argument.name for argument in op._schema.arguments]
+    values = dict(zip(names, args, strict=False)) | kwargs
+    if values.get("reduction", 1) != 1 or op._overloadname != "default":
+        return _by_torch(op, args, kwargs, _mean)
+    values["reduction"], numel = 0, torch.broadcast_tensors(values["self"], values["target"])[0].numel()
+    if names[0] == "grad_output":
+        values["grad_output"] = values["grad_output"] / numel
+        return _by_torch(op, (), values, _mean)
+    return _by_torch(op, (), values, _mean).sum() / numel
+
+
+def _refuse_part(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    tensor = next(arg for arg in (*args, *kwargs.values()) if hasattr(arg, "placements"))
+    if all(place.is_replicate() for place in tensor.placements):
+        return _by_torch(op, args, kwargs, _refuse_part)
+    raise RuntimeError(
+        f"{op._schema.name.removeprefix('aten::')}() was called for a tensor of shape {list(tensor.shape)} of which "
+        f"this rank holds a shard; {INSTEAD}"
+    )
 
 
 def _each(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:

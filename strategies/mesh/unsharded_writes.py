@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.graph import increment_version
 
 from lockstep.strategies.base import StepHooks
 from lockstep.strategies.data.batch_slices import tensors_of
@@ -33,14 +34,14 @@ class UnshardedWrites:
         self._found: dict[int, tuple[Any, int]] = {}
         self._seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         """Of each parameter the whole, the shard, and the part of the whole that the shard holds: views, made once."""
-        self._views: dict[int, Tensor] = {}
-        """Of each parameter that is followed the whole as torch gathers it."""
         self._gathered: dict[int, Tensor | int] = {}
         """In manual optimization what shards had when they were gathered: values, or a version on an accelerator."""
         self.lends = True
         """Whether whole parameters may have the gradients of shards: not where a compiler would trace these."""
         self._lent: dict[int, tuple[Any, Any]] = {}
         """Parameters, by their ids, whose whole has the gradient of its shard, and that gradient."""
+        self.awaited: set[int] = set()
+        """Ids of groups of blocks that were freed between their forward and their backward."""
 
     def lend(self, group: Any) -> None:
         """In a step of manual optimization: give whole parameters the gradients of their shards, which its code may
@@ -90,6 +91,11 @@ class UnshardedWrites:
             self.take_back(group)
             if is_manual() and not _in_backward():
                 self.take_written(group)
+            if group.is_unsharded and _in_backward():
+                for parameter in _gatherable(group):  # which hooks of the backward may have changed
+                    self._write_back(parameter)
+            elif group.is_unsharded and torch.is_grad_enabled() and not is_root:
+                self.awaited.add(id(group))
             to_sharded()
             if is_root:
                 self._freed(group, is_manual())
@@ -108,6 +114,7 @@ class UnshardedWrites:
 
         def reduce(*args: Any) -> None:  # what a backward has left in whole parameters
             self.take_back(group)
+            self.awaited.discard(id(group))
             post_backward(*args)
             if is_manual():
                 Variable._execution_engine.queue_callback(functools.partial(self.lend, group))
@@ -125,7 +132,6 @@ class UnshardedWrites:
         for parameter in _gatherable(group):
             if parameter.sharded_param.dtype != parameter.orig_dtype:
                 raise _cast(parameter)
-            self._views.setdefault(id(parameter), parameter._unsharded_param.detach())
             if manual:
                 self._note(parameter)
 
@@ -134,19 +140,46 @@ class UnshardedWrites:
         self._gathered[id(parameter)] = shard.clone() if shard.is_cpu else shard._version
 
     def _put_back(self, parameter: Any) -> bool:
-        """Undo `parameter.data = …`, which would hide what torch gathers later, and keep the values; whether something
-        was to be undone."""
-        view, whole = self._views.get(id(parameter)), parameter._unsharded_param
-        if view is None or type(view) is not Tensor or whole.is_set_to(view):
+        """After `parameter.data = …` let torch gather to where the parameter is now; whether it was assigned.
+
+        That is new memory: as on one process, what the backward uses of the values before is left as it was.
+        """
+        whole, gathered = _held(parameter._unsharded_param), parameter.all_gather_outputs[0]
+        if type(gathered) is not Tensor or whole.data_ptr() == gathered.data_ptr():
             return False
-        if whole.shape != view.shape or whole.dtype != view.dtype:
+        shape = parameter.sharded_param.shape if whole is parameter._unsharded_param else whole.shape
+        if whole.shape != shape or whole.dtype != gathered.dtype:
             raise RuntimeError(
-                f"training_step gave a parameter of shape {list(view.shape)} and {view.dtype} data of shape "
-                f"{list(whole.shape)} and {whole.dtype}, which sharded parameters cannot take; keep shape and dtype"
+                f"training_step gave a parameter of shape {list(shape)} and {gathered.dtype} "
+                f"data of shape {list(whole.shape)} and {whole.dtype}, which sharded parameters cannot take; keep "
+                "shape and dtype"
             )
-        view.data.copy_(whole.detach())  # without a new version, as torch gathers
-        whole.data = view
+        parameter.all_gather_outputs[0] = torch.empty_like(gathered)
+        view = parameter.all_gather_outputs[0][: whole.numel()].view(whole.shape)
+        whole.data = view.copy_(whole.detach())
         return True
+
+    def assign(self, group: Any, parameter: Any, value: Tensor) -> None:
+        """Do what `data = value` does to a shard of one process: what was taken of it before keeps its values.
+
+        Raises RuntimeError between the forward of its block and the backward, which would use the new values.
+        """
+        shard, place = _held(parameter.sharded_param), parameter._module_info
+        if id(group) in self.awaited:
+            raise RuntimeError(
+                f"`data` of {place.param_name} of a {type(place.module).__name__} was assigned between the forward of "
+                "its block and the backward, where one process keeps the old values for the backward, but FSDP gathers "
+                "the new ones; assign it before the forward, in a forward hook of the layer, or in a hook such as "
+                "on_before_zero_grad"
+            )
+        if getattr(place.module, place.param_name) is not parameter.sharded_param:  # it is whole; an optimizer's shard
+            shard.copy_(value)
+            return
+        shard.data = value.clone(memory_format=torch.contiguous_format)
+        parameter.reset_sharded_param()
+        shard.data = _held(parameter.sharded_param)  # if torch has padded it
+        parameter.sharded_param._local_tensor = shard  # with its version counter
+        increment_version(shard)
 
     def _check_shard(self, parameter: Any, shard: Tensor) -> None:
         """Raise RuntimeError if the shard is another than it was when it was gathered."""
@@ -171,23 +204,25 @@ class UnshardedWrites:
     def write_back(self, unit: Any) -> None:
         """The unit is about to be freed. Does nothing where it is not whole."""
         for parameter in _unsharded(unit):
-            whole, shard = _held(parameter.unsharded_param), _held(parameter.sharded_param)
-            self._check_shard(parameter, shard)
-            if self._put_back(parameter):
-                self._write(parameter, whole.detach(), shard.detach())
-                continue
-            if whole.is_cpu:
-                seen = self._seen.get(id(parameter))
-                if seen is None or not (whole.is_set_to(seen[0]) and shard.is_set_to(seen[1])):
-                    seen = whole.detach(), shard.detach(), _part(whole.detach(), parameter)
-                    self._seen[id(parameter)] = seen
-                if shard.dtype == whole.dtype and torch.equal(seen[1], seen[2]):
-                    continue
-            elif self._versions.get(id(parameter)) in (None, whole._version):
-                continue
-            self._write(parameter, whole.detach(), shard.detach())
+            self._write_back(parameter)
 
     @torch.no_grad()
+    def _write_back(self, parameter: Any) -> None:
+        whole, shard = _held(parameter.unsharded_param), _held(parameter.sharded_param)
+        self._check_shard(parameter, shard)
+        if self._put_back(parameter):
+            self._write(parameter, whole.detach(), shard.detach())
+        elif whole.is_cpu:
+            seen = self._seen.get(id(parameter))
+            if seen is None or not (whole.is_set_to(seen[0]) and shard.is_set_to(seen[1])):
+                seen = whole.detach(), shard.detach(), _part(whole.detach(), parameter)
+                self._seen[id(parameter)] = seen
+            if shard.dtype != whole.dtype or not torch.equal(seen[1], seen[2]):
+                self._write(parameter, whole.detach(), shard.detach())
+        elif self._versions.get(id(parameter), whole._version) != whole._version:
+            self._versions[id(parameter)] = whole._version
+            self._write(parameter, whole.detach(), shard.detach())
+
     def _write(self, parameter: Any, whole: Tensor, shard: Tensor) -> None:
         """Bring what has changed in `whole` to `shard`."""
         part = _part(whole, parameter).to(shard.device)

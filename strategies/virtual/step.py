@@ -150,6 +150,8 @@ class VirtualStep(ShareHooks[W], SPMDStrategy[W]):
                     elif inputs is None or inputs:
                         value.backward(retain_graph=more, inputs=inputs)
                     _after_loss(hooks, more, ends)
+                if i == last and before != self._weights():  # by a hook of the backward
+                    raise self._changed(wrapped, before, marks)
                 if ends:
                     gradients.append(self.take_gradients(wrapped))
         self.put_gradients(gradients.total())
