@@ -306,10 +306,31 @@ def test_weights_changed_between_micro_batches_count_in_the_next_one() -> None:
     assert distance(found, train(ClampsTied, "single", **options)) < 1e-5
 
 
+class MaxNorm(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.3)
+        return super().forward(x)
+
+
+class MaxNorms(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(MaxNorm(8, 15), nn.Tanh(), nn.Linear(15, 3))
+
+
+class ShrinksInBackward(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].register_full_backward_hook(lambda module, *_: module.weight.data.mul_(0.9))
+
+
 REFUSED: list[tuple[type[Module], str, str]] = [
     (Clamps, "3", "net.0.weight is in pieces over the ranks under ZeRO-3, and empty here, so clamp_ would not see it"),
     (Assigns, "3", "net.0.weight is in pieces over the ranks under ZeRO-3"),
     (LoadsInHook, "3", "within `with trainer.whole(module):`"),
+    (MaxNorms, "3", "net.0.weight was changed in the forward or backward of its layer, or in a hook of it, but ZeRO-3"),
+    (MaxNorms, "3 with small parameters whole", "net.0.weight was changed in the forward or backward of its layer"),
+    (ShrinksInBackward, "3", "net.2.weight was changed in the forward or backward of its layer"),
     (Penalty, "3", "so square would not see it"),
     (GradientPenalty, "3", "takes the gradient of a gradient (create_graph=True), but ZeRO-3 frees parameters"),
     (GradientPenalty, "3 with small parameters whole", "takes the gradient of a gradient"),

@@ -154,3 +154,48 @@ class LearnedInnerRate(Perceptron):
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="needs torch 2.12, and is refused before")
 def test_a_plain_parameter_gets_a_whole_gradient_from_cut_ones() -> None:
     exact("tensor", 2, LearnedInnerRate)
+
+
+class LogsDistances(Perceptron):
+    """Losses of weights and gradients that two ranks hold unequal shards of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 4))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        weight = self.net[2].weight.detach().requires_grad_()
+        ones = torch.ones_like(weight)
+        losses = [F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss, F.binary_cross_entropy_with_logits]
+        total = sum(loss(weight, ones) for loss in losses) + F.binary_cross_entropy(weight.sigmoid(), ones)
+        (gradient,) = torch.autograd.grad(total, weight)
+        self.log("distance", total.detach(), on_step=False, on_epoch=True)
+        self.log("gradient", gradient.square().sum(), on_step=False, on_epoch=True)
+
+
+def test_mean_losses_of_unequal_shards_are_those_of_the_whole() -> None:
+    expected = fit("single", 1, LogsDistances(), labeled(), max_epochs=1).callback_metrics
+    found = fit("fsdp", 2, LogsDistances(), labeled(), max_epochs=1).callback_metrics
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(
+        {name: float(value) for name, value in expected.items()}, rel=1e-9
+    )
+
+
+class SetsEye(Perceptron):
+    def on_train_epoch_start(self) -> None:
+        nn.init.eye_(self.net[0].weight)
+
+
+class CopiesRows(Perceptron):
+    @torch.no_grad()
+    def on_train_epoch_start(self) -> None:
+        weight = self.net[0].weight
+        weight.index_copy_(0, torch.tensor([0]), weight[1:2].clone())
+
+
+@pytest.mark.parametrize(("make", "name"), [(SetsEye, "eye"), (CopiesRows, "index_copy_")])
+def test_what_torch_would_do_to_each_shard_by_itself_is_refused(make: Callable[[], Module], name: str) -> None:
+    with pytest.raises(
+        RuntimeError, match=rf"{name}\(\) was called for a tensor of shape \[16, 8\] of which this rank"
+    ):
+        fit("fsdp", 2, make(), labeled(), max_epochs=1)

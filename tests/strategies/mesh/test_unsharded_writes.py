@@ -178,3 +178,93 @@ def test_weights_changed_after_they_were_used_follow_one_process(strategy: str, 
     if strategy == "fsdp":  # elsewhere the plan of layers refuses such a hook
         makes.append(ChangedByHook)
     exact(strategy, devices, *makes, n=17)
+
+
+class MaxNorm(nn.Linear):
+    """Sets its weight to one of a bounded norm, as EEGNet's layers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.3)
+        return super().forward(x)
+
+
+class MaxNorms(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.LayerNorm(8), MaxNorm(8, 8), nn.Tanh()) for _ in range(2)]
+        self.net = nn.Sequential(Block(), *blocks, nn.Linear(8, 4))
+
+
+class AssignsAfterUse(Perceptron):
+    """The backward uses the values before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.assign()
+        return loss
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.assign()
+
+    def assign(self) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data * 0.95
+
+
+class AssignsInHooks(Blocks):
+    """A forward hook assigns what its layer has used, and a hook of the backward changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in self.net.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(self.assign)
+                module.register_full_backward_hook(self.shrink)
+
+    def assign(self, module: Any, *_: Any) -> None:
+        module.weight.data = module.weight.data * 0.95
+
+    def shrink(self, module: Any, *_: Any) -> None:
+        module.bias.data.mul_(0.95)
+
+
+class SwapsBack(Blocks):
+    """Other weights for a while, as for a validation with averaged ones."""
+
+    def on_train_epoch_end(self) -> None:
+        held = [parameter.data for parameter in self.parameters()]
+        for parameter in self.parameters():
+            parameter.data = parameter.data * 0.5
+        for parameter, value in zip(self.parameters(), held, strict=True):
+            parameter.data = value
+
+
+@pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)
+def test_values_before_an_assignment_to_data_are_kept_as_on_one_process(strategy: str, devices: int) -> None:
+    makes: list[Callable[[], Module]] = [AssignsAfterUse, SwapsBack]
+    if strategy == "fsdp":
+        makes += [MaxNorms, AssignsInHooks]
+    exact(strategy, devices, *makes, n=17)
+
+
+class AssignsToBlocks(Blocks):
+    def on_before_backward(self, loss: Tensor) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data * 0.95
+
+
+def test_an_assignment_to_data_of_a_block_whose_backward_is_to_come_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="`data` of weight of a LayerNorm was assigned between the forward of its"):
+        fit("fsdp", 2, AssignsToBlocks(), labeled())
+
+
+class EditsBeforeBackward(Perceptron):
+    def on_before_backward(self, loss: Tensor) -> None:
+        with torch.no_grad():
+            self.net[0].bias.add_(0.1)
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("fsdp", 2)])
+def test_weights_changed_before_the_backward_are_refused_with_virtual_ranks(strategy: str, devices: int) -> None:
+    with pytest.raises(RuntimeError, match="changed the parameters net.0.bias or their requires_grad"):
+        fit(strategy, devices, EditsBeforeBackward(), labeled(), virtual_ranks=2)
