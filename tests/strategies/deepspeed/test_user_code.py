@@ -321,7 +321,10 @@ class MaxNorms(Plain):
 class ShrinksInBackward(Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.net[2].register_full_backward_hook(lambda module, *_: module.weight.data.mul_(0.9))
+        self.net[2].register_full_backward_hook(self.shrink)
+
+    def shrink(self, module: Any, *_: Any) -> None:
+        module.weight.data.mul_(0.9)
 
 
 REFUSED: list[tuple[type[Module], str, str]] = [
