@@ -327,6 +327,7 @@ class MeshModel(nn.Module):
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
         """Undo the placement: plain modules with plain parameters, made of `values` (the whole tensors by name)."""
+        mixed_tensors.assigns.clear()
         whole: dict[int, nn.Parameter] = {}
         for name, cut in self.model.named_parameters():
             whole[id(cut)] = nn.Parameter(values[name], requires_grad=cut.requires_grad)
@@ -368,7 +369,7 @@ class MeshModel(nn.Module):
                     follow_casts(parameter.sharded_param, parameter.reset_sharded_param)
                     parameter.init_unsharded_param = functools.partial(init_unsharded, parameter)
                     assign = functools.partial(self.writes.assign, group, parameter)
-                    mixed_tensors.assigns[parameter.sharded_param] = assign
+                    mixed_tensors.assigns[id(parameter.sharded_param)] = parameter.sharded_param, assign
                 self.writes.follow(group, lambda: self.manual, is_root=unit is self)
         traced = within_compiled(self.model)
         inside = {module for block in blocks.values() for module in block.modules()}

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.strategies.modules.sharded_errors import INSTEAD
 
@@ -51,8 +50,9 @@ def install() -> None:
                 "one like it, or change the parameter before fit"
             )
         new = value.redistribute(placements=self.placements)._local_tensor
-        if self in assigns:
-            assigns[self](new)
+        shard, call = assigns.get(id(self), (None, None))
+        if shard is self and call is not None:
+            call(new)
         elif {"fsdp", "ddp"} & {*(self.device_mesh.mesh_dim_names or ())}:
             self._local_tensor.copy_(new)
         else:  # torch would lose it; what the backward uses of the values before is left as it was
@@ -63,8 +63,9 @@ def install() -> None:
     DTensor.data = property(data.__get__, assign)  # type: ignore[assignment]
 
 
-assigns: Any = WeakTensorKeyDictionary()
-"""By the shard of a parameter what is to be called with this rank's part of what is assigned to its `data`."""
+assigns: dict[int, tuple[Tensor, Callable[[Tensor], None]]] = {}
+"""By the id of the shard of a parameter the shard, and what is to be called with this rank's part of what is assigned
+to its `data`. A weak reference would forbid casts."""
 _in_steps = 0
 
 
