@@ -218,7 +218,7 @@ class Pickler(cloudpickle.Pickler):
             return getattr, (recording, "_active_collector")
         if isinstance(obj, functools._lru_cache_wrapper) and not _is_found_by_name(obj):
             return _cached, (obj.cache_parameters(),), (obj.__wrapped__, vars(obj)), None, None, _set_cached
-        if isinstance(obj, FunctionType) and hasattr(obj, _COMPILED) and not _is_found_by_name(obj):
+        if isinstance(obj, FunctionType) and _is_compiled(obj) and not _is_found_by_name(obj):
             raise pickle.PicklingError(f"{obj.__qualname__} is compiled, move it to a file that the program imports")
         if type(obj) is functools.cached_property:  # which has a lock of its own before Python 3.12
             return functools.cached_property, (obj.func,), {"attrname": obj.attrname}
@@ -271,6 +271,11 @@ class _Later:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
+
+
+def _is_compiled(function: FunctionType) -> bool:
+    """By torch.compile, which marks what `torch.compiler.disable` returns in the same way."""
+    return hasattr(function, _COMPILED) and not getattr(function, "_torchdynamo_disable", False)
 
 
 def _is_found_by_name(function: Any) -> bool:

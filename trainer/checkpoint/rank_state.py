@@ -19,6 +19,7 @@ from lockstep.trainer.kept.agreed import alike, completed
 from lockstep.trainer.kept.owners import in_modes
 from lockstep.trainer.metrics.beside import counted_beside, take_beside
 from lockstep.trainer.metrics.entry import COMBINE
+from lockstep.trainer.metrics.updates import leader_of, put_rows, rows_of
 from lockstep.trainer.seeding import derive, has, rng_state, seed_everything, set_rng_state
 from lockstep.trainer.setup import resume
 
@@ -66,7 +67,12 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
         if run.shares is not None
         else {
             name: pack(
-                {"state": metric.metric_state, "count": metric._update_count, "beside": counted_beside(metric)},
+                {
+                    "state": metric.metric_state,
+                    "count": metric._update_count,
+                    "added": rows_of(leader_of(metric, module)),
+                    "beside": counted_beside(metric),
+                },
                 f"{folder}/metrics/{name}",
                 tensors,
             )
@@ -246,6 +252,7 @@ def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Cal
         if not holds_states(metric):
             continue
         metric.reset()
+        added: list[list[int]] = []
         for rank_state in saved:
             if name not in rank_state["torchmetrics"]:
                 continue
@@ -267,8 +274,10 @@ def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Cal
                 for key, value in state.items():
                     setattr(metric, key, value)
                 take_beside(metric, entry.get("beside", {}))
+            added += entry.get("added", ())
             metric._update_count += entry["count"]
             metric._computed = None
+        put_rows(metric, added)
 
 
 def _restore_streams(run: RunState, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:

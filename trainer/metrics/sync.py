@@ -3,7 +3,6 @@ samples."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +18,14 @@ from lockstep.trainer.checkpoint.safetensors_file import CODES
 from lockstep.trainer.kept.owners import parts
 from lockstep.trainer.metrics.beside import watched_updates
 from lockstep.trainer.metrics.gathering import gather_values
+from lockstep.trainer.metrics.updates import (
+    count_no_more,
+    count_updates,
+    counted_updates,
+    growing,
+    leader_of,
+    rows_of,
+)
 
 if TYPE_CHECKING:
     from lockstep.strategies import Strategy
@@ -43,7 +50,7 @@ def synced_metrics(module: nn.Module, strategy: Strategy, callbacks: Iterable[An
     num_ranks = place.data_size if place.world_size > 1 else strategy.num_devices
     metrics = [metric for metric in found.values() if metric.dist_sync_fn is None] if place.world_size > 1 else []
     for metric in metrics:
-        metric.dist_sync_fn, metric._sync_dist = Gather(strategy), Lists(metric, strategy)
+        metric.dist_sync_fn, metric._sync_dist = Gather(strategy), Lists(metric, strategy, module)
     try:
         with uncached(metrics), counted_updates(metrics), watched_updates(found, num_ranks, place.world_size == 1):
             yield
@@ -58,13 +65,15 @@ def sync_made(run: RunState, module: nn.Module) -> None:
     held = _held_by(run.callbacks, module) if run.world_size > 1 and run.shares is None else {}
     for metric in (each for each in held.values() if each.dist_sync_fn is None):
         run.undo.append(partial(_let_alone, metric, metric.compute_with_cache))
-        metric.dist_sync_fn, metric._sync_dist = Gather(run.strategy), Lists(metric, run.strategy)
+        metric.dist_sync_fn, metric._sync_dist = Gather(run.strategy), Lists(metric, run.strategy, module)
         metric.compute_with_cache, metric._computed = False, None
+        count_updates(metric)
 
 
 def _let_alone(metric: Any, with_cache: bool) -> None:
     metric.dist_sync_fn, metric.compute_with_cache = None, with_cache
     del metric._sync_dist
+    count_no_more(metric)
 
 
 def _held_by(callbacks: Iterable[Any], module: nn.Module) -> dict[str, Any]:
@@ -152,15 +161,15 @@ class Lists:
     missing beside the states that it belongs to.
     """
 
-    def __init__(self, metric: Any, strategy: Strategy) -> None:
-        self._metric, self._strategy = metric, strategy
+    def __init__(self, metric: Any, strategy: Strategy, module: nn.Module) -> None:
+        self._metric, self._strategy, self._module = metric, strategy, module
 
     @counting_once()
     def __call__(self, *args: Any, **options: Any) -> None:
         metric = self._metric
         lists = {name: getattr(metric, name) for name in growing(metric)}
         own = lists if self._strategy.topology.is_reporting_rank else {}
-        sent = as_sent(metric, own, metric._update_count, vars(metric).get(ADDED))
+        sent = as_sent(metric, own, metric._update_count, rows_of(leader_of(metric, self._module)))
         everyone = gather_values(self._strategy, sent, "state") if lists else []
         for name in lists:
             setattr(metric, name, [])
@@ -177,7 +186,7 @@ class Lists:
             setattr(metric, name, reduced(items, held, metric._reductions[name]))
 
     def __deepcopy__(self, memo: Any) -> Lists:
-        return Lists(memo.get(id(self._metric), self._metric), self._strategy)
+        return Lists(memo.get(id(self._metric), self._metric), self._strategy, self._module)
 
     def __reduce__(self) -> Any:
         return _nothing, ()  # as `Gather`
@@ -238,74 +247,20 @@ def reduced(items: list[Any], held: Any, reduction: Any) -> Any:
     return items if reduction in (None, dim_zero_cat) or not items else reduction(items)
 
 
-def growing(metric: Any) -> list[str]:
-    """The names of states that are lists, or tensors of rows that are concatenated."""
-    from torchmetrics.utilities import dim_zero_cat
-
-    def grows(name: str, default: Any) -> bool:
-        return isinstance(default, list) or (metric._reductions[name] is dim_zero_cat and default.dim() > 0)
-
-    return [name for name, default in metric._defaults.items() if grows(name, default)]
-
-
-@contextmanager
-def counted_updates(metrics: Sequence[Any]) -> Iterator[None]:
-    """While it lasts a metric with states that grow holds what each update has added to them."""
-    grow = [metric for metric in metrics if growing(metric)]
-    for metric in grow:
-        metric.update = _Counted(metric)
-    try:
-        yield
-    finally:
-        for metric in grow:
-            vars(metric).pop(ADDED, None)
-            if isinstance(metric.update, _Counted):
-                metric.update = metric.update.update
-
-
-ADDED = "_lockstep_added"
-"""The attribute that has for each update how many items it has added, a number for each of these states."""
-
-
-class _Counted:
-    """`metric.update`, which notes how many items it adds."""
-
-    def __init__(self, metric: Any) -> None:
-        self.update, self._metric, self._names = metric.update, metric, growing(metric)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        metric = self._metric
-        before = self._lengths()
-        found = self.update(*args, **options)
-        # Of the two updates of such a forward the second is of the batch alone, and is undone.
-        is_undone = metric._enable_grad and (metric.full_state_update is not False or metric.dist_sync_on_step)
-        if not is_undone:
-            vars(metric).setdefault(ADDED, []).append([*map(operator.sub, self._lengths(), before)])
-        return found
-
-    def _lengths(self) -> list[int]:
-        return [len(getattr(self._metric, name)) for name in self._names]
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.update
-
-    def __reduce__(self) -> Any:
-        return _nothing, ()  # as `Gather`
-
-
-def as_sent(metric: Any, states: Mapping[str, Any], count: int, added: list[list[int]] | None) -> dict[str, Any]:
-    """The states of a metric after `count` updates, of which `joined` takes those that grow. `added`: see ADDED."""
+def as_sent(metric: Any, states: Mapping[str, Any], count: int, added: list[list[int]]) -> dict[str, Any]:
+    """The states of a metric after `count` updates, of which `joined` takes those that grow. `added`: see
+    `updates.rows_of`."""
     names = [name for name in growing(metric) if name in states]
-    rows = (added or [])[-count:] if count else []
-    updates: dict[str, Any] = dict(zip(names, zip(*rows, strict=True), strict=False))
-    if len(rows) < count or any(sum(updates[name]) != len(states[name]) for name in names if rows):
-        updates = {}  # as after a resume
+    updates: dict[str, Any] = dict(zip(names, zip(*added, strict=True), strict=False)) if added else {}
+    updates = {name: updates.get(name, ()) for name in names}
+    if len(added) != count or any(sum(updates[name]) != len(states[name]) for name in names):
+        updates = {}  # as after a checkpoint that does not have them
     return {name: _sent(held, updates.get(name)) if name in names else held for name, held in states.items()}
 
 
 def _sent(items: Any, updates: Sequence[int] | None) -> dict[str, Any]:
     """Tensors that are alike but for their number of rows are one, with these numbers: fewer to send."""
-    found: dict[str, Any] = {"updates": updates and [*updates]}
+    found: dict[str, Any] = {"updates": None if updates is None else [*updates]}
     if isinstance(items, Tensor):
         return found | {"rows": items, "numbers": None}
     kinds = {(item.dtype, item.shape[1:], item.dim()) if isinstance(item, Tensor) else None for item in items}

@@ -13,16 +13,14 @@ from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.metrics.beside import watched_updates
 from lockstep.trainer.metrics.gathering import gather_values
 from lockstep.trainer.metrics.sync import (
-    ADDED,
     as_sent,
-    counted_updates,
-    growing,
     joined,
     of_all_samples,
     reduced,
     refuse_windows,
     uncached,
 )
+from lockstep.trainer.metrics.updates import counted_updates, growing, leader_of, put_rows, rows_of
 
 if TYPE_CHECKING:
     from lockstep.trainer.shares.shares import Shares
@@ -38,7 +36,7 @@ class MetricState:
     def of(cls, metric: Any) -> MetricState:
         values = {key: getattr(metric, key) for key in metric._defaults}
         copied = {key: [*v] if isinstance(v, list) else v for key, v in values.items()}
-        return cls(copied, metric._update_count, vars(metric).get(ADDED))
+        return cls(copied, metric._update_count, rows_of(metric))
 
     def entry(self) -> dict[str, Any]:
         return {"state": self.values, "count": self.count, "added": self.added}
@@ -47,7 +45,7 @@ class MetricState:
         for key, value in self.values.items():
             setattr(metric, key, value)
         metric._update_count, metric._computed = self.count, None
-        vars(metric)[ADDED] = self.added
+        put_rows(metric, self.added)
 
 
 @contextmanager
@@ -89,8 +87,14 @@ class _Together(_OfShares):
     def __call__(self, *_: Any, **__: Any) -> None:
         metric, shares = self._metric, self._shares
         own = shares.states_of(metric).items()
+        rows = {
+            share: held["added"] or [] for share, held in shares.states_of(leader_of(metric, shares._module)).items()
+        }
         sent = {
-            str(share): {"count": held["count"], "state": as_sent(metric, held["state"], held["count"], held["added"])}
+            str(share): {
+                "count": held["count"],
+                "state": as_sent(metric, held["state"], held["count"], rows.get(share, [])),
+            }
             for share, held in own
         }
         gathered = gather_values(shares._run.strategy, sent)

@@ -19,7 +19,7 @@ from lockstep.strategies.modules.model_changes import shortened
 from lockstep.strategies.modules.side_effect_free import PlainAttributes, PlainValues, differ
 from lockstep.trainer.checkpoint.rank_state import on_device_of, torchmetrics_of
 from lockstep.trainer.metrics.model_parts import Parts
-from lockstep.trainer.metrics.sync import ADDED
+from lockstep.trainer.metrics.updates import put_rows
 from lockstep.trainer.seeding import derive
 from lockstep.trainer.shares.evaluated import EvaluatedModel
 from lockstep.trainer.shares.metric_states import MetricState
@@ -205,7 +205,7 @@ class Shares:
                 states[name].put(metric)
             else:
                 type(metric).reset(metric)
-                vars(metric).pop(ADDED, None)
+                put_rows(metric, None)
         self._current = share
 
     def states_of(self, metric: Any) -> dict[int, dict[str, Any]]:

@@ -259,6 +259,7 @@ def test_a_compiled_function_of_the_program_is_named() -> None:
     compiled = torch.compile(lambda x: x + 1, backend="eager")
     with pytest.raises(TypeError, match="lambda> is compiled, move it to a file that the program imports"):
         pack({"loss": compiled})
+    assert through(torch.compiler.disable(lambda x: x + 1))(1) == 2
 
 
 @pytest.mark.parametrize("value", [threading.Lock(), (i for i in "ab"), {"nested": [threading.Thread()]}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from torchmetrics.image import PeakSignalNoiseRatio
 from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef, R2Score, SpearmanCorrCoef
 from torchmetrics.retrieval import RetrievalMAP, RetrievalNormalizedDCG
 
-from lockstep.callbacks import Callback
+from lockstep.callbacks import Callback, ModelCheckpoint
 from tests.trainer.metrics.test_store import Recorder, shown
 from tests.trainer.toy import Net, data, loader, quiet
 
@@ -226,11 +227,17 @@ class Pairs(Metric):
         return even.reshape(-1, 2, 2).amax(1).sum()
 
 
+class Mean(Pairs):
+    def compute(self) -> Tensor:
+        return super().compute() / len(self.rows)
+
+
 class Collects(Net):
     def __init__(self) -> None:
         super().__init__()
         self.matched, self.rows, self.numbers, self.weighted = Matched(), CatMetric(), CatMetric(), Weighted()
         self.pairs = Pairs()
+        self.both = MetricCollection({"sum": Pairs(), "mean": Mean()})  # which updates the first for both
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
@@ -242,6 +249,8 @@ class Collects(Net):
         self.log("weighted", self.weighted)
         self.pairs(x)  # forward, which joins states by itself
         self.log("pairs", self.pairs)
+        self.both.update(x)
+        self.log_dict(self.both)
 
     def on_validation_epoch_end(self) -> None:
         rows, numbers = self.rows.compute(), self.numbers.compute()
@@ -262,7 +271,8 @@ class Refers(Callback):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("strategy", "devices", "batch_size", "n"), [("ddp", 2, 2, 15), ("ddp", 3, 1, 16), ("pipeline", 2, 2, 15)]
+    ("strategy", "devices", "batch_size", "n"),
+    [("ddp", 2, 2, 15), ("ddp", 3, 1, 16), ("pipeline", 2, 2, 15)],
 )
 def test_lists_hold_what_they_hold_on_one_process(strategy: str, devices: int, batch_size: int, n: int) -> None:
     """Also tensors without elements, and in the same order."""
@@ -278,6 +288,47 @@ def test_lists_hold_what_they_hold_on_one_process(strategy: str, devices: int, b
     assert found == pytest.approx(validate(1), rel=1e-6)
     if (strategy, devices) == ("ddp", 2):
         assert validate(1, virtual_ranks=2) == validate(2, strategy="ddp", virtual_ranks=2) == pytest.approx(found)
+
+
+class Ordered(Net):
+    """Metrics of training and of validation, of which a share has states of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.validated = Pairs(), Pairs()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trained.update(batch[0])
+        self.log("trained", self.trained, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated(batch[0])
+        self.log("validated", self.validated)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("options", [{"strategy": "ddp", "devices": 2}, {"virtual_ranks": 2}])
+def test_what_updates_add_is_kept_over_epochs_and_a_resume(options: dict[str, Any], tmp_path: Path) -> None:
+    def fit(path: Path | None = None, **more: Any) -> dict[str, float]:
+        torch.manual_seed(0)
+        trainer = quiet(accelerator="cpu", max_epochs=2, precision="64-true", **more)
+        trainer.fit(Ordered(), loader(24, 3), loader(8, 2), ckpt_path=path)
+        return {name: float(trainer.callback_metrics[name]) for name in ("trained", "validated")}
+
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    whole = fit(**options, callbacks=[saver], enable_checkpointing=True)
+    assert whole == pytest.approx(fit(), rel=1e-6)
+    assert fit(tmp_path / "step=2", **options) == whole
+
+
+@pytest.mark.ranks
+def test_a_rank_without_samples_does_not_change_the_order() -> None:
+    def validate(devices: int, batch_size: int) -> dict[str, float]:
+        trainer = quiet(strategy="ddp", devices=devices, accelerator="cpu", precision="64-true")
+        return trainer.validate(Ordered(), loader(2, batch_size), verbose=False)[0]
+
+    assert validate(3, 2) == validate(1, 1)  # a sample each, and none
 
 
 class Spectrum(Metric):
