@@ -280,7 +280,8 @@ class StepState:
             if name in theirs and name not in changed and theirs[name] != repr(value):
                 raise RuntimeError(
                     f"a hook has set self.{name} on the rank of the last stage of a pipeline alone, and the step uses "
-                    "it on all; set it on every rank, which all are given outputs, or from trainer.callback_metrics"
+                    "it on all; set it on every rank, as all are given the outputs, or set it from "
+                    "trainer.callback_metrics"
                 )
 
     # ---- helpers ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.sync.collectives import gather_objects
 from lockstep.trainer.kept.agreed import is_equal
 from lockstep.trainer.kept.identity import in_state_dict
-from lockstep.trainer.kept.owners import layers, parts
+from lockstep.trainer.kept.owners import layers
 from lockstep.trainer.kept.values import (
     MOST_ITEMS,
     NOTHING,
@@ -26,6 +26,7 @@ from lockstep.trainer.kept.values import (
     mark_of,
     on_host,
     own_data,
+    put,
     storages,
     take,
     take_data,
@@ -56,7 +57,7 @@ def layers_alike(strategy: Strategy, module: nn.Module, beside: Sequence[Any] = 
     }
     found = gather_objects((sent, [_refusing(owner) for owner in beside]))
     for theirs in (each for _, refused in found for each in zip(beside, refused, strict=True)):
-        take_data(*theirs)
+        _refuse_alike(*theirs)
     others = {source: found[source][0] for source in sorted({*rank_of.values()} - {rank})}
     for path, layer in own.items():
         if (source := runs_on[path]) is not None:
@@ -112,8 +113,34 @@ def _changed(owner: Any, before: Marks) -> dict[str, Any]:
 
 
 def _refusing(owner: Any) -> dict[str, Any]:
-    """The attributes that refuse any use, or hold what does."""
-    return {n: v for n, v in own_data(owner).items() if any(isinstance(each, Refusing) for each in parts(v))}
+    """The attributes that refuse any use; of dicts and lists the items that do."""
+    return _refused(own_data(owner)) or {}
+
+
+def _refused(value: Any) -> Any:
+    if not isinstance(value, dict | list):
+        return value if isinstance(value, Refusing) else None
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return {key: found for key, item in items if (found := _refused(item)) is not None} or None
+
+
+def _refuse_alike(owner: Any, refused: dict[str, Any]) -> None:
+    """Let on this rank refuse any use what does on another; what else is beside it stays."""
+    for name, items in refused.items():
+        if isinstance(items, Refusing):
+            put(owner, name, items)
+        else:
+            _put_items(fields(owner).get(name), items)
+
+
+def _put_items(held: Any, refused: dict[Any, Any]) -> None:
+    for key, items in refused.items() if isinstance(held, dict | list) else ():
+        if isinstance(held, list) and key >= len(held):
+            continue
+        if isinstance(items, Refusing):
+            held[key] = items
+        else:
+            _put_items(held.get(key) if isinstance(held, dict) else held[key], items)
 
 
 def _take_all(layer: nn.Module, held: _Held) -> None:

@@ -47,7 +47,8 @@ def before_backward(run: RunState) -> Callable[[Tensor], None] | None:
         if name is not None:
             raise RuntimeError(
                 f"on_before_backward changes {name}, but a pipeline calls it for each part of a micro-batch, on the "
-                "rank of the last stage only; use the outputs of on_train_batch_end"
+                "rank of the last stage only; use the outputs of on_train_batch_end, or measure times in "
+                "on_train_batch_start"
             )
 
     return unchanged

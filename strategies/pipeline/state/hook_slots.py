@@ -130,8 +130,10 @@ class HookSlots:
         self.refuse()
 
     def _places(self, holders: dict[Key, Any] | None = None) -> Iterator[tuple[Key, _Place]]:
+        own = (value for _, module in self._named_modules() for value in vars(module).values()) if self._hooks else ()
+        followed = {id(value) for value in own if isinstance(value, dict | list)}  # `found` and `watch` do
         for key, hook in self._hooks.items():
-            reached = _Reached(key)
+            reached = _Reached(key, followed)
             reached.function(hook, (), _NESTED)
             if holders is not None:
                 holders.update(reached.holders)
@@ -172,7 +174,8 @@ def _refusing(name: str) -> Refusing:
 def _sentence(name: str) -> str:
     return (
         f"a hook of a layer has set {name}, but in a pipeline only the rank that runs the layer calls it, for each "
-        "part of a micro-batch; return the value from the layer, or use strategy='ddp' or 'fsdp'"
+        "part of a micro-batch; return the value from the layer, measure times in on_train_batch_start and "
+        "on_train_batch_end, or use strategy='ddp' or 'fsdp'"
     )
 
 
@@ -180,8 +183,8 @@ class _Reached:
     """The places that a hook may change: variables of its closure, attributes of its owner, arguments of a partial, and
     what containers and objects of the user's in these hold."""
 
-    def __init__(self, root: Key) -> None:
-        self._root, self._seen = root, set[int]()
+    def __init__(self, root: Key, followed: set[int]) -> None:
+        self._root, self._seen = root, {*followed}
         self.places: dict[Key, _Place] = {}
         self.holders: dict[Key, Any] = {}
 
