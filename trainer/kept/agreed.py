@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from typing import Any
 
@@ -10,8 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from lockstep.strategies.sync.contents import same_values
+from lockstep.trainer.kept.fields import fields
 from lockstep.trainer.kept.owners import shown
-from lockstep.trainer.kept.values import fields
+from lockstep.trainer.kept.values import is_record
 
 
 def alike(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def is_equal(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(is_equal(value, other[key]) for key, value in one.items())
-    if dataclasses.is_dataclass(one) and not isinstance(one, type):
+    if is_record(one):
         return is_equal(fields(one), fields(other))
     if isinstance(one, list | tuple | deque):
         return len(one) == len(other) and all(map(is_equal, one, other))

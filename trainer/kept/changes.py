@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep.callbacks.base import Callback
+from lockstep.trainer.hparams import Namespace
 from lockstep.trainer.kept.agreed import is_equal
+from lockstep.trainer.kept.fields import absent_caches, caches_of, fields, put
 from lockstep.trainer.kept.gone import Gone, take_away
 from lockstep.trainer.kept.identity import Reference, in_state_dict, is_object, is_replaced, references, shared
 from lockstep.trainer.kept.owners import beside, has_no_state, iterators, layers, objects, parts, shown
@@ -21,13 +23,10 @@ from lockstep.trainer.kept.values import (
     NOTHING,
     Mark,
     Marks,
-    absent_caches,
     as_it_is,
     attributes,
-    caches_of,
     copied,
     encoded,
-    fields,
     is_free,
     is_same,
     is_savable,
@@ -35,7 +34,6 @@ from lockstep.trainer.kept.values import (
     mark_of,
     moved,
     on_host,
-    put,
     storages,
     take,
     tensors_in,
@@ -382,7 +380,7 @@ class Changes:
                 {
                     name: mark_of(value, MOST_ITEMS)
                     for name, value in attributes(owner).items()
-                    if name.isidentifier()
+                    if (isinstance(owner, Namespace) or name.isidentifier())
                     and (name != _HPARAMS or value)
                     and not known.issuperset(map(id, parts(value)))
                 },

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,15 +11,14 @@ from torch import Tensor, nn
 from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.sync.collectives import gather_objects
 from lockstep.trainer.kept.agreed import is_equal
+from lockstep.trainer.kept.fields import caches_of, drop, fields
 from lockstep.trainer.kept.identity import in_state_dict
 from lockstep.trainer.kept.owners import layers
 from lockstep.trainer.kept.values import (
     MOST_ITEMS,
     NOTHING,
     Mark,
-    caches_of,
-    drop,
-    fields,
+    is_record,
     is_same,
     is_savable,
     mark_of,
@@ -70,9 +68,9 @@ def layers_alike(strategy: Strategy, module: nn.Module, beside: Sequence[Any] = 
             known.update(held.attributes)
 
 
-def take_layer(layer: nn.Module, attributes: dict[str, Any], caches: list[str]) -> None:
+def take_layer(layer: nn.Module, attributes: dict[str, Any], caches: list[str], replaced: Collection[str] = ()) -> None:
     """Give a layer its attributes, of which `caches` are buffers that are not in the state dict."""
-    take_data(layer, {name: value for name, value in attributes.items() if name not in caches})
+    take_data(layer, {name: value for name, value in attributes.items() if name not in caches}, replaced)
     for name in attributes.keys() & set(caches):
         value, now = attributes[name], caches_of(layer).get(name)
         if isinstance(value, Tensor) and now is not None and not now.is_meta:
@@ -166,7 +164,7 @@ def _marks(owner: Any) -> dict[str, Mark]:
 
 
 def _mark(value: Any) -> Mark:
-    found = mark_of(tuple(fields(value).values()) if dataclasses.is_dataclass(value) else value, MOST_ITEMS)
+    found = mark_of(tuple(fields(value).values()) if is_record(value) else value, MOST_ITEMS)
     return found if is_savable(found) or isinstance(value, Tensor) else (None, object())  # it is not read whole
 
 

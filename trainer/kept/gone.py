@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from lockstep.trainer.kept.values import dict_of, drop, fields
+from lockstep.trainer.kept.fields import dict_of, drop, fields
 
 
 class Gone:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from lockstep.trainer.kept.fields import fields
 from lockstep.trainer.kept.owners import shown
-from lockstep.trainer.kept.values import MOST_ITEMS, SAVED, attributes, fields
+from lockstep.trainer.kept.values import MOST_ITEMS, SAVED, attributes
 
 
 class _Held:
@@ -66,6 +67,18 @@ def is_replaced(reference: Reference, value: Any) -> bool:
 def references(owners: Mapping[str, Any]) -> dict[str, Reference]:
     found = {shown(path, n): reference(value) for path, own in owners.items() for n, value in attributes(own).items()}
     return {place: each for place, each in found.items() if each is not None}
+
+
+def replaced(former: Mapping[str, Reference], owners: Mapping[str, Any]) -> dict[str, list[str]]:
+    """By owner the names of what is another object than the `former`."""
+    return {
+        path: [
+            name
+            for name, value in fields(owner).items()
+            if (place := shown(path, name)) in former and not is_object(former[place], value)
+        ]
+        for path, owner in owners.items()
+    }
 
 
 def shared(values: Mapping[str, Mapping[str, Any]], owners: Mapping[str, Any]) -> list[list[list[str]]]:

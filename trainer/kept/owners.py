@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.strategies.launch.failure import libraries
 from lockstep.strategies.modules.blocks import is_of_torch, is_of_user
+from lockstep.trainer.hparams import Namespace as HParams
 from lockstep.trainer.kept.values import STATEFUL, attributes
 
 _DEPTH, _MANY, _MOST = 3, 64, 1000
@@ -108,7 +109,8 @@ def refuse_other_modes(saved: Sequence[tuple[nn.Module, bool]]) -> None:
 
 
 def objects(owner: Any, path: str, seen: set[int], depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
-    """Objects of the user's classes that an owner holds, by name; `seen` are the ids of those that were found."""
+    """Objects of the user's classes that an owner holds, and its hyperparameters, by name; `seen` are the ids of those
+    that were found."""
     if isinstance(owner, nn.Module) and not is_of_user(owner):  # of which numbers and strings are kept
         return
     for name, value in attributes(owner).items():
@@ -138,8 +140,8 @@ def is_users_object(value: Any) -> bool:
 @functools.cache
 def _is_of_users_code(kind: type) -> bool:
     """Whether a class and all its bases are written in the user's program, and not in a package that is installed, or
-    are bare holders of attributes."""
-    return all(cls in _BARE or _is_of_program(cls) for cls in kind.__mro__[:-1])
+    are bare holders of attributes, as hyperparameters are."""
+    return issubclass(kind, HParams) or all(cls in _BARE or _is_of_program(cls) for cls in kind.__mro__[:-1])
 
 
 def _is_of_program(kind: type) -> bool:

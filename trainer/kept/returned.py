@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from lockstep.callbacks.base import Callback
 from lockstep.strategies.launch import payload
 from lockstep.trainer.kept.elsewhere import take_layer
+from lockstep.trainer.kept.fields import caches_of, fields
 from lockstep.trainer.kept.gone import Gone, take_away
-from lockstep.trainer.kept.identity import in_state_dict
+from lockstep.trainer.kept.identity import in_state_dict, references, replaced
 from lockstep.trainer.kept.owners import is_users_object, layers, objects
 from lockstep.trainer.kept.values import (
     MOST_ITEMS,
     attributes,
-    caches_of,
-    fields,
     filled,
     is_data,
     is_same,
@@ -29,6 +28,7 @@ from lockstep.trainer.kept.values import (
     own_data,
     storages,
     take_data,
+    tensors_in,
 )
 from lockstep.trainer.kept.variables import variables
 
@@ -74,6 +74,7 @@ class Holders:
 
     def follow(self, module: nn.Module) -> None:
         """Take the layers that the module has now."""
+        self._weights = storages(in_state_dict(module))
         self.owners = self._beside | {f"layers.{path}": layer for path, layer in layers(module)}
 
     @property
@@ -90,10 +91,15 @@ class Holders:
         owners = self.all
         left = _Unpickler(packed, self.named).load()
         for path, values in left["attributes"].items():
-            if path in owners and path in left["caches"]:
-                take_layer(owners[path], values, left["caches"][path])
-            elif path in owners:
-                take_data(owners[path], values)
+            if path not in owners:
+                continue
+            now = fields(owners[path])  # a copy of a weight would not follow it
+            of_weights = {n for n in values if not self._weights.isdisjoint(storages(tensors_in(now.get(n))))}
+            replaced = of_weights.union(left["replaced"].get(path, ()))
+            if path in left["caches"]:
+                take_layer(owners[path], values, left["caches"][path], replaced)
+            else:
+                take_data(owners[path], values, replaced)
         for name, value in left["variables"].items():
             self.variables[name].write(filled(self.variables[name].read(), value))
         take_away(owners, left["gone"])
@@ -105,6 +111,7 @@ class Left:
     def __init__(self, holders: Holders) -> None:
         self._holders, self._gone = holders, Gone()
         self._gone.note({path: (owner, own_data(owner)) for path, owner in holders.all.items()})
+        self._first = references(holders.all)
         self._at_start = {
             path: {name: mark_of(value, MOST_ITEMS) for name, value in attributes(owner).items()}
             for path, owner in holders.all.items()
@@ -119,6 +126,7 @@ class Left:
         named = self._holders.named
         known = {id(each): name for name, each in named.items() if name not in owners or name in self._at_start}
         found: dict[str, Any] = {"attributes": {}, "variables": {}, "gone": self._gone.names(owners)}
+        found["replaced"] = replaced(self._first, owners)
         for path, owner in owners.items():
             found["attributes"][path] = {
                 name: value

@@ -3,17 +3,21 @@ back."""
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import functools
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from pathlib import PurePath
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -22,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lockstep.strategies.launch.program.values import put_attribute, slots
+from lockstep.strategies.launch.program.values import slots
 from lockstep.strategies.modules.absent import Refusing, is_here
 from lockstep.strategies.modules.blocks import OF_TORCH, is_of_user
 from lockstep.strategies.modules.parameter_hooks import of_engines
@@ -33,12 +37,15 @@ from lockstep.strategies.sync.contents import (
     generator_state,
     generators,
 )
+from lockstep.trainer.hparams import Namespace
+from lockstep.trainer.kept.fields import caches_of, fields, put
 
-_PLAIN = {type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray, Fraction, Refusing}
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, bytearray, range, Tensor, np.ndarray, Fraction, Refusing}
+_PLAIN |= {Decimal, UUID, date, datetime, time, timedelta, torch.dtype, torch.device, torch.Size}
 _CONTAINERS = {list, tuple, set, frozenset, deque}
 _MAPPINGS = {dict, OrderedDict, defaultdict, Counter}
+_BARE = (SimpleNamespace, argparse.Namespace)
 _LEAD_BACK = frozenset({"_trainer", "_module", "_toggled", "_left_hooks", "trainer"})
-_CACHES = "_non_persistent_buffers_set"
 _OF_MODULES = (OF_TORCH - {"training"}) | _LEAD_BACK
 
 
@@ -56,96 +63,63 @@ def attributes(owner: Any) -> dict[str, Any]:
 
 def own_data(owner: Any) -> dict[str, Any]:
     """The attributes of a layer, DataModule, callback or parameter that are data: numbers, strings, tensors, arrays,
-    enumerations, generators, containers and dataclasses of them, and `Refusing`."""
+    enumerations, dates, generators, containers, dataclasses and namespaces of them, and `Refusing`."""
     return {name: value for name, value in attributes(owner).items() if is_data(value)}
 
 
-def take_data(owner: Any, attributes: dict[str, Any]) -> None:
-    """Give `owner` what `own_data` returned on rank 0; lists, dicts and sets that it has stay the same objects."""
+def take_data(owner: Any, attributes: dict[str, Any], replaced: Collection[str] = ()) -> None:
+    """Give `owner` what `own_data` returned on rank 0: in the lists, dicts, sets, tensors and arrays that it has, but
+    for those that were `replaced` there."""
     for name, value in attributes.items():
         now: Any = fields(owner).get(name)
         if now is not value:  # `load_state_dict` has taken it from the state that came home with it
-            put(owner, name, filled(now, value))
+            put(owner, name, value if name in replaced else filled(now, value))
 
 
 def filled(now: Any, value: Any) -> Any:
-    """`value`, in the container or generator that is there now if it is of the same type."""
-    if type(now) is type(value) and isinstance(now, (list, deque, dict, set)):
+    """`value`, in the container, tensor, array or generator that is there now if it is of the same type."""
+    if type(now) is not type(value):
+        return value
+    if isinstance(now, (list, deque, dict, set)):
         if isinstance(now, dict):
             value = {key: filled(now.get(key), item) for key, item in value.items()}
         now.clear()
         now.extend(value) if isinstance(now, (list, deque)) else now.update(value)
         return now
-    if type(now) is type(value) in generators() and (content := generator_content(value)) is not None:
+    if isinstance(now, bytearray):
+        now[:] = value
+        return now
+    if type(now) is Tensor and _is_like(now, value) and now.requires_grad == value.requires_grad:
+        now.detach().copy_(value)
+        return now
+    if type(now) is np.ndarray and _is_like_array(now, value):
+        now[...] = value
+        return now
+    if type(now) in generators() and (content := generator_content(value)) is not None:
         return generator_of(content, now)
     return value
 
 
-def fields(owner: Any) -> dict[str, Any]:
-    """The attributes of an object, those in slots of its class too, and of a module buffers that are not in the state
-    dict; not by `__getattr__`, in which anything may happen."""
-    kind: Any = type(owner)
-    own, found = dict_of(owner), dict[str, Any]()
-    for name, slot in slots(kind).items():
-        with suppress(AttributeError):  # nothing is there
-            found[name] = slot.__get__(owner, kind)
-    if own.get(_CACHES):
-        found |= caches_of(owner)
-    return found | own if found else own
-
-
-def caches_of(owner: Any) -> dict[str, Tensor | None]:
-    """The buffers of a module that are not in the state dict."""
-    own = dict_of(owner)
-    caches = own.get(_CACHES, ())
-    return {name: buffer for name, buffer in own["_buffers"].items() if name in caches} if caches else {}
-
-
-def absent_caches(owner: Any) -> list[str]:
-    """The names of those that other ranks hold."""
-    return [name for name, buffer in caches_of(owner).items() if buffer is not None and not is_here(buffer)]
-
-
-def dict_of(owner: Any) -> dict[str, Any]:
-    """Its `__dict__`; an empty one of an object without, such as a proxy of another."""
-    try:
-        own = object.__getattribute__(owner, "__dict__")
-    except Exception:
-        return {}
-    return own if isinstance(own, dict) else {}
-
-
-def put(owner: Any, name: str, value: Any) -> None:
-    """`put_attribute`, also for a buffer that is not in the state dict."""
-    if name in caches_of(owner):
-        owner._buffers[name] = value
-    else:
-        put_attribute(owner, name, value)
-
-
-def drop(owner: Any, name: str) -> None:
-    """Delete an attribute that is there, as `put` sets one."""
-    kind: Any = type(owner)
-    if name in caches_of(owner):
-        del owner._buffers[name]
-        vars(owner)[_CACHES].discard(name)
-    elif name in slots(kind):
-        slots(kind)[name].__delete__(owner)
-    else:
-        del vars(owner)[name]
-
-
-def is_data(value: Any) -> bool:
+def is_data(value: Any, within: tuple[int, ...] = ()) -> bool:
+    """`within` are the ids of what holds it: what holds itself is not data."""
     kind = type(value)
     if kind in _PLAIN or isinstance(value, (np.generic, PurePath, Enum)):
         return True
     if kind in generators():  # on a GPU, the program would start CUDA for it
         return kind is not torch.Generator or value.device.type == "cpu"
+    if id(value) in within:
+        return False
+    of_data = functools.partial(is_data, within=(*within, id(value)))
     if kind in _CONTAINERS or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        return all(map(is_data, value))
+        return all(map(of_data, value))
     if kind in _MAPPINGS:
-        return all(is_data(key) and is_data(item) for key, item in value.items())
-    return dataclasses.is_dataclass(value) and not isinstance(value, type) and all(map(is_data, fields(value).values()))
+        return all(of_data(key) and of_data(item) for key, item in value.items())
+    return is_record(value) and all(map(of_data, fields(value).values()))
+
+
+def is_record(value: Any) -> bool:
+    """Whether it is a dataclass or a namespace, which is what its attributes are."""
+    return type(value) in _BARE or (dataclasses.is_dataclass(value) and not isinstance(value, type))
 
 
 SAVED = (type(None), bool, int, float, str)
@@ -199,6 +173,8 @@ def mark_of(value: Any, most: int, of_state: bool = False) -> Mark:
         return (kind if of_all else None), marks
     if kind in generators():
         return None if generator_content(value) is None else kind, generator_state(value)
+    if isinstance(value, Namespace):  # an owner, whose entries have marks of their own
+        return None, id(value)
     if isinstance(value, _KEPT) and (number := len(items := _items(value))) <= most:
         marks = tuple(mark_of(item, most // (number + 1), of_state) for item in items)  # of bounded depth
         is_saved = kind in _KEPT and _fits(value, marks) and (of_state or _are_alike(tensors_in(value)))
@@ -373,6 +349,8 @@ def is_small(value: Any) -> bool:
 
 def not_of_users(owner: Any) -> frozenset[str]:
     """The attributes that are not the user's: of other objects than modules and callbacks only those that lead back."""
+    if isinstance(owner, Namespace):
+        return frozenset()
     if isinstance(owner, nn.Module):
         return _OF_MODULES
     return _LEAD_BACK | getattr(type(owner), "_not_kept", frozenset())  # a Trainer's
@@ -380,6 +358,8 @@ def not_of_users(owner: Any) -> frozenset[str]:
 
 def is_free(layer: Any, name: str) -> bool:
     """Whether a value may be set there: a class has no method or property of the name that the object has not."""
+    if isinstance(layer, Namespace):
+        return True
     kind: Any = type(layer)
     of_class = getattr(kind, name, None)
     has_place = name in fields(layer) or name in slots(kind) or isinstance(of_class, functools.cached_property)
@@ -394,3 +374,7 @@ def _is_like(now: Tensor, value: Tensor) -> bool:
         and 0 not in (s for s, n in zip(now.stride(), now.shape, strict=True) if n > 1)
     )
     return owns and (now.shape, now.dtype, now.device) == (value.shape, value.dtype, value.device)
+
+
+def _is_like_array(now: np.ndarray[Any, Any], value: np.ndarray[Any, Any]) -> bool:
+    return now.flags.writeable and not now.dtype.hasobject and (now.shape, now.dtype) == (value.shape, value.dtype)

@@ -15,7 +15,7 @@ from lockstep.strategies.launch.program.changes import is_own_class, own_modules
 from lockstep.strategies.launch.program.functions import codes_of, variables_of
 from lockstep.strategies.launch.program.source import is_of_process
 from lockstep.strategies.modules.parameter_hooks import OF_MODULE
-from lockstep.trainer.kept.values import dict_of, fields
+from lockstep.trainer.kept.fields import dict_of, fields
 
 _CODE = (FunctionType, MethodType, functools.partial, staticmethod, classmethod, property)
 _HELD_OTHERWISE = (nn.Module, DataLoader, Dataset, Sampler)

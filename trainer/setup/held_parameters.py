@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.strategies.launch.program.functions import codes_of, is_users_class, variables_of
 from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES
-from lockstep.trainer.kept.values import dict_of, fields, slots
+from lockstep.trainer.kept.fields import dict_of, fields
+from lockstep.trainer.kept.values import slots
 from lockstep.trainer.metrics.groups import fix_groups
 from lockstep.trainer.shares.user_state import is_theirs
 

@@ -23,7 +23,7 @@ from lockstep.strategies.modules.blocks import OF_TORCH
 from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES, OF_MODULE
 from lockstep.strategies.modules.side_effect_free import PlainValues, differ
 from lockstep.strategies.sync.contents import generator_state
-from lockstep.trainer.kept.values import fields
+from lockstep.trainer.kept.fields import fields
 from lockstep.trainer.metrics.model_parts import ModelParts, Parts
 from lockstep.trainer.shares.marks import NUMBERS, noted, of_array, of_tensor, place_of
 from lockstep.trainer.shares.named_values import is_watched, places_of

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 from collections import Counter, deque
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +55,15 @@ class Owner:
         InSlots(1),
         Point(1.0),
         Path("a"),
+        Decimal("0.1"),
+        datetime.date(2000, 1, 1),
+        datetime.timedelta(1),
+        range(3),
+        torch.float64,
+        torch.Size([2]),
+        torch.device("cpu"),
+        bytearray(b"a"),
+        SimpleNamespace(best=0.5),
     ],
 )
 def test_data_is_brought_back(value: Any) -> None:
@@ -80,6 +92,22 @@ def test_containers_stay_the_same_objects() -> None:
     owner = Owner(seen=seen, names=names, count=0)
     take_data(owner, {"seen": [1, 2], "names": {"new": 2}, "count": 3, "more": "x"})
     assert (seen, names, vars(owner)["count"], vars(owner)["more"]) == ([1, 2], {"new": 2}, 3, "x")
+
+
+def test_tensors_and_arrays_stay_the_same_objects_unless_they_were_replaced() -> None:
+    tensor, array, buffer, other = torch.zeros(2), np.zeros(2), bytearray(b"a"), torch.zeros(2)
+    owner = Owner(tensor=tensor, array=array, buffer=buffer, other=other)
+    new = {"tensor": torch.ones(2), "array": np.ones(2), "buffer": bytearray(b"bc"), "other": torch.ones(2)}
+    take_data(owner, new, replaced=["other"])
+    assert (tensor.tolist(), array.tolist(), buffer) == ([1, 1], [1, 1], bytearray(b"bc"))
+    assert owner.tensor is tensor and owner.array is array
+    assert owner.other is new["other"] and other.tolist() == [0, 0]
+
+
+def test_what_holds_itself_stays_where_it_is() -> None:
+    inner = SimpleNamespace()
+    inner.parent = SimpleNamespace(child=inner)
+    assert own_data(Owner(inner=inner)) == {}
 
 
 def test_a_list_that_came_home_as_state_too_keeps_its_items() -> None:

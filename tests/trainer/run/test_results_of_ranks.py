@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from lockstep.callbacks import Callback
 from tests.trainer.toy import Net, distance, loader, quiet, weights
 
 pytestmark = pytest.mark.ranks
@@ -99,3 +104,68 @@ def test_tied_weights_on_the_meta_device_come_back_as_one() -> None:
     quiet(strategy="ddp", devices=2).fit(model, loader(16, 4))
     assert model.first.weight is model.second.weight and not model.first.weight.is_meta
     assert isinstance(model.first.weight, nn.Parameter) and model.first.weight.requires_grad
+
+
+@dataclass
+class Best:
+    loss: float = 1.0
+
+
+class Record:
+    def __init__(self) -> None:
+        self.epochs, self.seen, self.best = 0, list[int](), SimpleNamespace(step=0)
+
+
+class ChangesObjects(Net):
+    """Hooks change what it holds: in place, or by putting another in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"alpha": 1.0, "rates": [0.5], "a.b": 1, "frozen": nn.Identity(), "gone": 1})
+        self.record, self.bare, self.dated, self.best = Record(), SimpleNamespace(n=0), Decimal(0), Best()
+        self.curve, self.array, self.former = torch.zeros(2), np.zeros(2), [0]
+        self.alias = self.former
+
+    def on_train_epoch_end(self) -> None:
+        self.hparams.alpha *= 0.5
+        self.hparams["rates"].append(self.hparams.alpha)
+        self.hparams["a.b"] += 1
+        self.hparams.pop("gone", None)
+        self.record.epochs += 1
+        self.record.seen.append(self.record.epochs)
+        self.record.best.step = self.global_step
+        self.bare.n += 1
+        self.best.loss /= 2
+        self.dated += Decimal("0.1")
+        self.curve += 1
+        self.array += 1
+        self.former = [*self.former, 1]
+
+    def held(self) -> list[Any]:
+        return [self.hparams["rates"], self.record, self.bare, self.curve, self.array, self.best, self.alias]
+
+
+class Watches(Callback):
+    def __init__(self) -> None:
+        self.record = Record()
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.record.seen.append(trainer.current_epoch)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow), pytest.param("pipeline", marks=pytest.mark.slow)]
+)
+def test_objects_that_hooks_change_are_the_callers(strategy: str) -> None:
+    def fit(**options: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model, callback = ChangesObjects(), Watches()
+        held = model.held()
+        quiet(split_batches=True, max_epochs=2, callbacks=[callback], **options).fit(model, loader(16, 4))
+        assert all(now is before for now, before in zip(model.held(), held, strict=True))
+        own = {name: value for name, value in model.hparams.items() if name != "frozen"}
+        record, bare, best = vars(model.record), vars(model.bare), vars(model.best)
+        lists = [model.curve.tolist(), model.array.tolist(), model.former, model.alias, callback.record.seen]
+        return [own, record, bare, best, model.dated, *lists]
+
+    assert fit(strategy=strategy, devices=2) == fit()

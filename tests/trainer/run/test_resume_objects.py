@@ -92,6 +92,22 @@ class HoldsShapes(Net):
         )
 
 
+class ChangesHyperparameters(Net):
+    """One of them cannot be saved, one has a dot in its name, and one a hook deletes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"alpha": 1.0, "loss": {"scale": 1.0}, "a.b": 1.0, "other": nn.Identity(), "gone": 1})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.hparams.alpha *= 0.9
+        self.hparams["loss"]["scale"] *= 0.8
+        self.hparams["a.b"] += 0.1
+        self.hparams.pop("gone", None)
+        factor = self.hparams.alpha * self.hparams["loss"]["scale"] * self.hparams["a.b"] + ("gone" in self.hparams)
+        return super().training_step(batch, batch_idx) * factor
+
+
 class Lookahead(torch.optim.Optimizer):
     """Wraps another, and has not begun its own base class."""
 
@@ -129,7 +145,7 @@ class HoldsOptimizers(Net):
         return self.given
 
 
-@pytest.mark.parametrize("kind", [HoldsShapes, HoldsOptimizers])
+@pytest.mark.parametrize("kind", [HoldsShapes, HoldsOptimizers, ChangesHyperparameters])
 def test_objects_continue(tmp_path: Path, kind: type[Net], caplog: pytest.LogCaptureFixture) -> None:
     whole = fit(callbacks=[Save(tmp_path)], kind=kind)
     with caplog.at_level(logging.WARNING, "lockstep"):

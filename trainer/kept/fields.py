@@ -1,0 +1,73 @@
+"""The attributes of an object, as Python holds them, and the entries of hyperparameters, which are theirs: read, set
+and deleted by no code of its class."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.strategies.launch.program.values import put_attribute, slots
+from lockstep.strategies.modules.absent import is_here
+from lockstep.trainer.hparams import Namespace
+
+_CACHES = "_non_persistent_buffers_set"
+
+
+def fields(owner: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots of its class too, and of a module buffers that are not in the state
+    dict; not by `__getattr__`, in which anything may happen."""
+    kind: Any = type(owner)
+    own, found = dict_of(owner), dict[str, Any]()
+    for name, slot in slots(kind).items():
+        with suppress(AttributeError):  # nothing is there
+            found[name] = slot.__get__(owner, kind)
+    if own.get(_CACHES):
+        found |= caches_of(owner)
+    return found | own if found else own
+
+
+def caches_of(owner: Any) -> dict[str, Tensor | None]:
+    """The buffers of a module that are not in the state dict."""
+    own = dict_of(owner)
+    caches = own.get(_CACHES, ())
+    return {name: buffer for name, buffer in own["_buffers"].items() if name in caches} if caches else {}
+
+
+def absent_caches(owner: Any) -> list[str]:
+    """The names of those that other ranks hold."""
+    return [name for name, buffer in caches_of(owner).items() if buffer is not None and not is_here(buffer)]
+
+
+def dict_of(owner: Any) -> dict[str, Any]:
+    """Its `__dict__`; an empty one of an object without, such as a proxy of another."""
+    if isinstance(owner, Namespace):
+        return owner
+    try:
+        own = object.__getattribute__(owner, "__dict__")
+    except Exception:
+        return {}
+    return own if isinstance(own, dict) else {}
+
+
+def put(owner: Any, name: str, value: Any) -> None:
+    """`put_attribute`, also for a buffer that is not in the state dict."""
+    if name in caches_of(owner):
+        owner._buffers[name] = value
+    elif isinstance(owner, Namespace):
+        owner[name] = value
+    else:
+        put_attribute(owner, name, value)
+
+
+def drop(owner: Any, name: str) -> None:
+    """Delete an attribute that is there, as `put` sets one."""
+    kind: Any = type(owner)
+    if name in caches_of(owner):
+        del owner._buffers[name]
+        vars(owner)[_CACHES].discard(name)
+    elif name in slots(kind):
+        slots(kind)[name].__delete__(owner)
+    else:
+        del dict_of(owner)[name]
