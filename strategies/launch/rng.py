@@ -101,10 +101,18 @@ class SharedDraws:
         ]
 
     def close(self) -> None:
+        self._leave()
         for handle in self._handles:
             handle.remove()
 
+    def _leave(self) -> None:
+        """After a step that has raised, which calls no hook."""
+        if self._open is not None:
+            (shared, _), self._open = self._open, None
+            shared.__exit__(None, None, None)
+
     def _begin(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._leave()
         if len(args) > 1 or kwargs.get("closure") is not None:  # which runs the model, on each rank with its own noise
             return
         shared = shared_streams(self._broadcast, self._is_first)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.modules.blocks import Layer, is_metric, is_of_torch, measures
 from lockstep.strategies.modules.side_effect_free import PlainAttributes, PlainValues, metrics_uncounted
@@ -262,7 +263,7 @@ class StepState:
     def refuse_apart(self) -> None:
         """Raise RuntimeError naming a number that hooks have changed on the rank of the last stage alone, and that
         steps use. What refuses use there does so on all. All ranks of the pipeline call it before a micro-batch."""
-        if not self._watch.are_due or self._end is None:
+        if not self._watch.are_due or self._end is None or environment.in_plan():
             return
         before, now = self._end.numbers, self._now().numbers
         used = {place: value for place, value in now.items() if isinstance(value, PLAIN) and self._is_used(place)}

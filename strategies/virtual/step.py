@@ -68,8 +68,8 @@ class VirtualStep(ShareHooks[W], SPMDStrategy[W]):
     virtual_ranks = 1
     _num_windows = 0
     _threads: int | None = None
-    _shapes: FollowedShapes
     """What torch had before `setup`."""
+    _shapes: FollowedShapes
 
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"

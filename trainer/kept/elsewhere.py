@@ -144,13 +144,13 @@ def _put_items(held: Any, refused: dict[Any, Any]) -> None:
 def _take_all(layer: nn.Module, held: _Held) -> None:
     for name in own_data(layer).keys() - {*held.names}:
         drop(layer, name)
-    take_layer(layer, _others(fields(layer), held.attributes), held.caches)
+    take_layer(layer, others_of(fields(layer), held.attributes), held.caches)
     for name in layer._parameters.keys() & held.parameters:
         own: Any = layer._parameters[name]
-        take_data(own, _others(vars(own), held.parameters[name]))
+        take_data(own, others_of(vars(own), held.parameters[name]))
 
 
-def _others(own: Mapping[str, Any], attributes: dict[str, Any]) -> dict[str, Any]:
+def others_of(own: Mapping[str, Any], attributes: dict[str, Any]) -> dict[str, Any]:
     """Those that are not there, as what is equal stays the object that it is for whoever else holds it."""
     return {name: value for name, value in attributes.items() if name not in own or not is_equal(own[name], value)}
 

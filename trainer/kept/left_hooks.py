@@ -11,7 +11,7 @@ from lockstep.strategies.launch.program.functions import OTHERS
 from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES, OF_MODULE
 
 _PLACE = "_left_hooks"
-"""Where a module has the number of hooks that its layers and parameters had on a rank, by name."""
+"""Where a module has the number of hooks that its layers and parameters would have without ranks, by name."""
 
 
 def hooks_of(module: nn.Module) -> dict[str, set[int]]:
@@ -23,14 +23,16 @@ def hooks_of(module: nn.Module) -> dict[str, set[int]]:
 
 
 def left(module: nn.Module, at_setup: Mapping[str, set[int]]) -> dict[str, int]:
-    """How many hooks each has, of those on which some were registered since `setup`, which every run calls."""
-    return {name: len(held) for name, held in hooks_of(module).items() if held - at_setup.get(name, set())}
+    """How many hooks were registered on each since `setup`, which every run calls."""
+    new = {name: len(held - at_setup.get(name, set())) for name, held in hooks_of(module).items()}
+    return {name: number for name, number in new.items() if number}
 
 
 def note_left(module: nn.Module, numbers: dict[str, int]) -> None:
     vars(module).pop(_PLACE, None)
     if numbers:
-        vars(module)[_PLACE] = numbers
+        now = hooks_of(module)
+        vars(module)[_PLACE] = {name: len(now.get(name, ())) + number for name, number in numbers.items()}
 
 
 def refuse_left(module: nn.Module) -> None:
@@ -41,7 +43,8 @@ def refuse_left(module: nn.Module) -> None:
         names = ", ".join(name or type(module).__name__ for name in missing[:4])
         raise RuntimeError(
             f"the last run has registered hooks on {names} on its ranks, which have ended, so that this one would run "
-            "without them; register hooks in __init__, configure_model or setup, or remove them as the run ends"
+            "without them; register them on this module before the run, or in __init__, configure_model or setup, or "
+            "remove them as the run ends"
         )
 
 

@@ -18,6 +18,7 @@ from lockstep.trainer.checkpoint import store
 from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError, WeightsOnlyError
 from lockstep.trainer.checkpoint.rank_state import kept_tensors, put_tensors
 from lockstep.trainer.kept import left_hooks
+from lockstep.trainer.kept.elsewhere import others_of
 from lockstep.trainer.kept.owners import shown
 from lockstep.trainer.kept.returned import Holders, Left
 from lockstep.trainer.kept.values import (
@@ -262,7 +263,7 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any], holders: Holde
     restore_trainability(module, result["trainability"])
     parameters = dict(module.named_parameters())
     for name in parameters.keys() & result["parameters"]:  # a run may have tied some
-        take_data(parameters[name], result["parameters"][name])
+        take_data(parameters[name], others_of(vars(parameters[name]), result["parameters"][name]))
     for logger, folder in zip(run.loggers, result["log_dirs"], strict=True):
         logger.run_dir = folder
         logger.forget_held()
