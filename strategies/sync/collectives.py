@@ -53,19 +53,20 @@ def first_held(value: Any) -> Any:
     """The first rank's batch that is not None, for a rank that has none. Every rank calls it. Raises TypeError on all
     of them for one that cannot be pickled."""
     source = int(all_gather(torch.tensor(int(value is not None))).argmax())
-    held = [value, ""]
-    if dist.get_rank() == source:
+    is_source = dist.get_rank() == source
+    held: list[Any] = [b"", ""]
+    if is_source:
         try:
-            pickle.dumps(value)
-        except Exception as error:
-            held = [None, str(error) or type(error).__name__]
+            held[0] = pickle.dumps(value)
+        except Exception as error:  # of any class; all ranks raise it below
+            held[1] = str(error) or type(error).__name__
     dist.broadcast_object_list(held, source)
     if held[1]:
         raise TypeError(
             f"a rank that has no batch computes with one of another rank, with weight zero, but rank {source}'s cannot "
             f"be pickled ({held[1]}); let batches hold tensors and other data alone, or give each rank samples"
         )
-    return held[0]
+    return value if is_source else pickle.loads(held[0])
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -21,10 +21,7 @@ from lockstep.trainer.kept import left_hooks
 from lockstep.trainer.kept.elsewhere import others_of
 from lockstep.trainer.kept.owners import shown
 from lockstep.trainer.kept.returned import Holders, Left
-from lockstep.trainer.kept.values import (
-    own_data,
-    take_data,
-)
+from lockstep.trainer.kept.values import own_data, take_data
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import evaluate, fit, publish, saving
 from lockstep.trainer.run.folder import conclude

@@ -70,7 +70,8 @@ def save(
     if run.module is None or not (run.final or (run.optimizers and run.active) or weights_only):
         raise RuntimeError(
             "save_checkpoint was called where this Trainer has no state of a fit; call it in a hook of fit, or once "
-            "fit has returned"
+            "fit has returned, before validate, test or predict load a checkpoint (as they do if no module is given), "
+            "or give weights_only=True"
         )
     if run.active and run.stage != "fit" and not weights_only and not run.final:
         raise RuntimeError(
