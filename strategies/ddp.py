@@ -134,7 +134,7 @@ class DDP(SPMDStrategy[Replica]):
         if optimizers:
             self._wrap_stepped(wrapped)
         optimizers = super().setup_optimizers(wrapped, optimizers)
-        if self.topology.world_size > 1 and not self.virtual_ranks:  # whose shares are followed by a stream of all
+        if self.topology.world_size > 1 and not self.virtual_ranks:  # whose steps draw alike
             tried = [optimizer for optimizer in optimizers.values() if not is_plain(optimizer)]
             self._draws = [SharedDraws(each, self.broadcast, self.topology.rank == 0) for each in tried]
         return optimizers

@@ -97,8 +97,12 @@ class Partitions:
 
     def check_written(self) -> None:
         """Raise RuntimeError if a parameter was changed while a layer had it whole."""
-        names = [self._name_of(parameter) for parameter, written in self._written.values() if written]
+        if not self._written:
+            return
+        parameters, flags = zip(*self._written.values(), strict=True)
         self._written.clear()
+        written = torch.stack(flags).tolist()  # waits for the device once
+        names = [self._name_of(p) for p, is_written in zip(parameters, written, strict=True) if is_written]
         if names:
             raise RuntimeError(
                 f"{shortened(names)} was changed in the forward or backward of its layer, or in a hook of it, but "

@@ -281,7 +281,7 @@ def _is_compiled(function: FunctionType) -> bool:
 def _is_found_by_name(function: Any) -> bool:
     """Whether an import gives this function: not in `__main__`, nor within another function."""
     found: Any = None if function.__module__ == "__main__" else sys.modules.get(function.__module__)
-    for name in function.__qualname__.split("."):
+    for name in getattr(function, "__qualname__", "").split("."):  # a partial has none
         found = getattr(found, name, None)
     return found is function
 

@@ -117,7 +117,7 @@ class SharedDraws:
             return
         shared = shared_streams(self._broadcast, self._is_first)
         shared.__enter__()
-        self._open = shared, stream_states()
+        self._open = shared, {} if self._draws else stream_states()
 
     def _end(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._open is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -136,7 +137,8 @@ def _mean(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     values = dict(zip(names, args, strict=False)) | kwargs
     if values.get("reduction", 1) != 1 or op._overloadname != "default":
         return _by_torch(op, args, kwargs, _mean)
-    values["reduction"], numel = 0, torch.broadcast_tensors(values["self"], values["target"])[0].numel()
+    values["reduction"] = 0
+    numel = math.prod(torch.broadcast_shapes(values["self"].shape, values["target"].shape))
     if names[0] == "grad_output":
         values["grad_output"] = values["grad_output"] / numel
         return _by_torch(op, (), values, _mean)

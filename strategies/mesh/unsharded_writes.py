@@ -172,7 +172,7 @@ class UnshardedWrites:
                 "the new ones; assign it before the forward, in a forward hook of the layer, or in a hook such as "
                 "on_before_zero_grad"
             )
-        if getattr(place.module, place.param_name) is not parameter.sharded_param:  # it is whole; an optimizer's shard
+        if getattr(place.module, place.param_name) is not parameter.sharded_param:  # its block is whole
             shard.copy_(value)
             return
         shard.data = value.clone(memory_format=torch.contiguous_format)
@@ -283,11 +283,15 @@ def followed(hooks: StepHooks, write_back: Callable[[], None]) -> StepHooks:
             yield micro_batch
             refuse_returned(micro_batch.output)
 
+    own, checked = hooks.before_backward, hooks._replace(prepare=prepare)
+    if own is None:
+        return checked
+
     def before_backward(loss: Tensor) -> None:
-        hooks.before_backward(loss)  # type: ignore[misc]
+        own(loss)
         write_back()
 
-    return hooks._replace(prepare=prepare, before_backward=hooks.before_backward and before_backward)
+    return checked._replace(before_backward=before_backward)
 
 
 def refuse_returned(output: Any) -> None:

@@ -189,7 +189,7 @@ class FollowedShapes:
         places = [
             (module, name, buffer)
             for module in modules
-            if not all(cls.__module__.startswith("torch.") for cls in type(module).__mro__[:-1])
+            if module._buffers and not all(cls.__module__.startswith("torch.") for cls in type(module).__mro__[:-1])
             for name, buffer in _kept(module)
             if type(buffer) is Tensor and buffer.dim() < _DIMS
         ]

@@ -86,7 +86,7 @@ def broadcast_object(value: Any, group_src: int, group: dist.ProcessGroup | None
 
 
 class _Pickler(payload.Pickler):
-    """Names classes of the program where each rank is the program."""
+    """Sends classes by name where each rank runs the program itself, and so has them."""
 
     def reducer_override(self, obj: Any) -> Any:
         by_name = isinstance(obj, type) and getattr(sys.modules.get(obj.__module__), obj.__qualname__, None) is obj

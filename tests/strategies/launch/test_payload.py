@@ -239,6 +239,7 @@ def test_functions_of_the_program_that_functools_has_wrapped_travel() -> None:
     assert arrived.cache_info().misses == 7 and arrived.__name__ == "counted"
     assert (kind(1), kind("a"), held.lazy) == ("number", "other", 8)
     assert through(of_module) is of_module
+    assert through(functools.lru_cache(functools.partial(pow, 2)))(3) == 8
 
 
 @functools.cache
