@@ -121,12 +121,8 @@ class GrowingCounts:
         """The names of what may count; None if too few batches have run to tell."""
         if len(self._seen) < _FEWEST_LOOKS:
             return None
-        self._fractions = not _reads_a_clock(self._owners.values())
-        return [
-            name
-            for name in self._seen[-1]
-            if not _DIFFERS.search(_CAPITAL.sub("_", name).lower()) and self._growths(name) > 1
-        ]
+        self._fractions = not reads_a_clock(self._owners.values())
+        return [name for name in self._seen[-1] if not is_of_rank(name) and self._growths(name) > 1]
 
     def values(self, names: Iterable[str]) -> list[float]:
         """What the numbers are now; NaN for one that has not grown on this rank, such as of what rank 0 writes."""
@@ -143,6 +139,11 @@ class GrowingCounts:
         if not all(abs(value) < _LARGE for value in values):  # infinite or no number, too
             return -1
         return -1 if min(steps) < 0 else sum(step > 0 for step in steps)
+
+
+def is_of_rank(name: str) -> bool:
+    """Whether an attribute's name tells of a clock, memory, seeds or the like, which are each rank's own."""
+    return _DIFFERS.search(_CAPITAL.sub("_", name).lower()) is not None
 
 
 def warn_of_differing(found: Mapping[str, Iterable[float]], strategy: str, instead: str) -> None:
@@ -204,7 +205,7 @@ def _numbers(owners: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                 yield from _numbers_in(f"{place}.{name}".lstrip("."), value, seen, 2)
 
 
-def _reads_a_clock(owners: Iterable[Any]) -> bool:
+def reads_a_clock(owners: Iterable[Any]) -> bool:
     """Whether a method of a class of the user's among these, of layers and of objects in attributes names a clock."""
     classes = set[type]()
     for owner in owners:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import math
+import warnings
+import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
 from lockstep.strategies.launch import environment
+from lockstep.strategies.launch.program.reads import read_first
 from lockstep.strategies.modules.blocks import users_classes
-from lockstep.strategies.sync.counts import GrowingCounts, PartialCounts, warn_of_differing
+from lockstep.strategies.sync.contents import checksum
+from lockstep.strategies.sync.counts import GrowingCounts, PartialCounts, is_of_rank, reads_a_clock, warn_of_differing
 
 if TYPE_CHECKING:
+    from lockstep.strategies.base import Strategy
     from lockstep.trainer.module import Module
     from lockstep.trainer.run.state import RunState
 
 _INSTEAD = "add self.sum_over_ranks(...) of it in its place, or self.log it"
+_NOTHING = -1
+_MOST_ELEMENTS = 2**16
+"""Of a tensor in an attribute that is compared."""
 _Calls = tuple[Callable[..., Any], ...]
 
 
@@ -52,6 +62,9 @@ class CountsWatch:
         self._run, self.starts, self.ends, self._done, self._loop = run, starts, ends, done, loop
         self._counts: PartialCounts | None = None
         self._growing: GrowingCounts | None = None
+        self._read: ReadAttributes | None = None
+        self._named = set[str]()
+        """What was warned of."""
         place, can = run.strategy.topology, run.strategy.capabilities
         watches = place.data_size > 1 and can.steps_together and run.shares is None
         if not watches or loop in run.watched or environment.in_plan():
@@ -63,6 +76,7 @@ class CountsWatch:
             self._counts = PartialCounts(owners, place.data_size, run.strategy.name, _INSTEAD)
         if run.world_size > 1 and can.runs_step_once:
             self._growing = GrowingCounts(owners)
+            self._read = ReadAttributes(run.strategy, module) if loop == "train" else None
         if self._counts is not None or self._growing is not None:
             self.starts, self.ends = (self._begin, *starts), (*ends, self._end)
 
@@ -97,5 +111,71 @@ class CountsWatch:
         values = strategy.all_gather(torch.tensor(growing.values(names), dtype=torch.float64)).unbind(1)
         differ = {name: row.tolist() for name, row in zip(names, values, strict=True) if not (row == row[0]).all()}
         unknown = {name: row for name, row in differ.items() if name not in known and not any(map(math.isnan, row))}
+        self._named |= {*known, *unknown}
         if self._run.is_global_zero:
             warn_of_differing(unknown, strategy.name, _INSTEAD)
+
+    def compare_read(self, samples: int) -> None:
+        """Name attributes that steps read and that differ between ranks: `ReadAttributes.compare`."""
+        found = [] if self._read is None else self._read.compare(samples)
+        names = [name for name in found if name not in self._named]
+        if names and self._run.is_global_zero:
+            warnings.warn(
+                f"training_step reads {', '.join(names)} as an earlier step or hook has set it, under "
+                f"{self._run.strategy.name} on each rank from its own samples, so that ranks hold different values and "
+                "none is that of one process; give it self.sum_over_ranks(...) of what it is computed from",
+                stacklevel=2,
+            )
+
+
+class ReadAttributes:
+    """Attributes with a number or a tensor of `module` and the user's layers in it, of which the code says that a step
+    may read what an earlier step or a hook has left there."""
+
+    def __init__(self, strategy: Strategy, module: Module) -> None:
+        self._strategy, self._samples = strategy, set[str]()
+        self._found = [
+            (f"{path}.{name}".lstrip("."), layer, name)
+            for path, layer in module.named_modules()
+            for name in _read_in_steps(layer, path)
+            if users_classes(layer) and not is_of_rank(name)
+        ]
+        self._reads_a_clock = bool(self._found) and reads_a_clock([module])
+
+    def compare(self, samples: int) -> list[str]:
+        """The names, each once, of what differs between ranks. Every rank calls it.
+
+        `samples`: of this rank's last batch, 0 at the end of an epoch. What has rows for these, such as the hidden
+        state of a recurrent layer, is a rank's own.
+        """
+        if not self._found:
+            return []
+        values = {name: vars(layer).get(attribute) for name, layer, attribute in self._found}
+        if samples:
+            self._samples |= {
+                name
+                for name, value in values.items()
+                if isinstance(value, Tensor) and value.dim() > 1 and samples in value.shape
+            }
+        mine = [_NOTHING if name in self._samples else self._content(value) for name, value in values.items()]
+        rows = self._strategy.all_gather(torch.tensor(mine)).T.tolist()
+        differ = {name for name, row in zip(values, rows, strict=True) if _NOTHING not in row and len({*row}) > 1}
+        self._found = [each for each in self._found if each[0] not in differ]
+        return sorted(differ)
+
+    def _content(self, value: Any) -> int:
+        """A number that changes with the value, `_NOTHING` for what is not compared."""
+        if isinstance(value, float | int | np.number) and not isinstance(value, bool):
+            return _NOTHING if self._reads_a_clock else checksum(torch.tensor(float(value), dtype=torch.float64))
+        if type(value) is np.ndarray and value.dtype.kind in "iuf" and value.size <= _MOST_ELEMENTS:
+            return zlib.crc32(np.ascontiguousarray(value).data)
+        is_read = type(value) is Tensor and value.layout == torch.strided and not value.is_meta
+        return checksum(value) if is_read and value.numel() <= _MOST_ELEMENTS else _NOTHING
+
+
+def _read_in_steps(layer: nn.Module, path: str) -> list[str]:
+    """Attributes that a step may read as it finds them: in the module's step, and in methods of the user's layers but
+    for those that begin or are hooks."""
+    kind: Any = type(layer)
+    methods = [name for each in users_classes(layer) for name in vars(each) if not name.startswith(("__", "on_"))]
+    return sorted(read_first(kind, tuple(methods) if path else ("training_step", "forward")))

@@ -212,7 +212,7 @@ def finish_window(
         publish.preview(run)
     last, run.window_is_open, run.stop_was_voted = window.micro_batches[-1], False, result.stop == 1
     if loop.windows_seen in guards.data_checks and met:
-        guards.check_data(loop.train_loader, last.output)
+        guards.check_data(loop.train_loader, last.output, last.num_samples)
     set_phase(progress.global_step, CALLBACKS)
     ends = hooks.on_train_batch_end if window.num_shares <= 1 else end_shares(run, module, window, streams)
     metrics.weight = last.num_samples

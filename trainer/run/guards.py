@@ -152,15 +152,16 @@ class Guards:
                 "an older checkpoint"
             )
 
-    def check_data(self, loader: ShardedLoader, output: Any = None) -> None:
+    def check_data(self, loader: ShardedLoader, output: Any = None, samples: int = 0) -> None:
         """Raise RuntimeError or ValueError, on all ranks, if they read in other orders where no step compares these, or
-        batches that were not weighted alike. Every rank calls it after the first step and the fifth, with what that
-        returned, and at the end of epochs."""
+        batches that were not weighted alike; warn of what user code computes of a rank's samples. Every rank calls it
+        after the first step and the fifth, with what that returned for how many samples, and at the end of epochs."""
         run = self.run
         self._weighs |= not self.module.automatic_optimization or _is_mean(output) or run.metrics.weighs
         check_orders(run, [] if run.strategy.capabilities.synchronous else [loader], "training")
         check_rows(run, [loader], self._weighs)
         self._counts.compare()
+        self._counts.compare_read(samples)
 
     def check_unowned(self, optimizers: Sequence[Optimizer]) -> None:
         """After a backward: raise ValueError if a gradient has reached a parameter that no optimizer steps.

@@ -1,0 +1,71 @@
+"""Which attributes methods read before they set them."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Iterator
+from itertools import pairwise
+from types import CodeType, FunctionType
+from typing import Any
+
+from lockstep.strategies.launch.program.functions import OTHERS
+
+_LOADS = ("LOAD_FAST", "LOAD_DEREF")
+_COPIES = ("COPY", "DUP_TOP")
+_IS_NONE = (["LOAD_CONST", "IS_OP"], ["LOAD_CONST", "COMPARE_OP"])
+
+
+@functools.lru_cache(1000)  # a model has many layers of one class
+def read_first(kind: type, methods: tuple[str, ...]) -> frozenset[str]:
+    """The attributes of an object of class `kind` that one of its `methods`, with those that it calls on the object,
+    reads where no line above sets them, as `self.mean = 0.9 * self.mean + …` does.
+
+    `if self.mean is None` does not count. What functions do that the object is given to is not seen.
+    """
+    read = set[str]()
+    for method in methods:
+        first = dict[str, bool]()
+        _follow(kind, method, first, set())
+        read |= {name for name, is_read in first.items() if is_read}
+    return frozenset(read)
+
+
+def _follow(kind: type, method: str, first: dict[str, bool], called: set[str]) -> None:
+    """Note for each attribute whether its first use in `method` reads it."""
+    function = _function(kind, method)
+    if function is None or method in called or not function.__code__.co_argcount:
+        return
+    called.add(method)
+    for name, is_read in _uses(function.__code__, function.__code__.co_varnames[0]):
+        if _function(kind, name) is None:
+            first.setdefault(name, is_read)
+        else:
+            _follow(kind, name, first, called)
+
+
+def _function(kind: type, name: str) -> FunctionType | None:
+    """What a method or a property of the user's runs."""
+    member: Any = inspect.getattr_static(kind, name, None)
+    member = member.fget if isinstance(member, property) else getattr(member, "__wrapped__", member)
+    is_users = isinstance(member, FunctionType) and str(member.__module__).partition(".")[0] not in OTHERS
+    return member if is_users else None
+
+
+def _uses(code: CodeType, own: str) -> Iterator[tuple[str, bool]]:
+    """Each use of an attribute of the variable `own`, in the order of the code: its name, and whether it is read."""
+    steps = [each for each in dis.get_instructions(code) if each.opname not in _COPIES]
+    for at, (step, then) in enumerate(pairwise(steps)):
+        held = step.argval[-1] if isinstance(step.argval, tuple) else step.argval  # of two loads in one
+        if held != own or not step.opname.startswith(_LOADS):
+            continue
+        after = [each.opname for each in steps[at + 2 : at + 4]]
+        if then.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            if after not in _IS_NONE and not after[0].endswith("NONE"):
+                yield then.argval, True
+        elif then.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            yield then.argval, False
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType) and own in inner.co_freevars:
+            yield from _uses(inner, own)
