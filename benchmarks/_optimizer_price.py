@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer, _muon
 
-from benchmarks._rounds import described, machine, table, take_turns, write_json
+from benchmarks._rounds import described, machine, report, take_turns
 from benchmarks.engines import WARMUP_STEPS, Job, Text
 from benchmarks.step_overhead import BARE
 from benchmarks.virtual_ranks import loopback_bytes
@@ -174,5 +174,4 @@ def price(options: argparse.Namespace) -> None:
     turns = take_turns({name: partial(run, name) for name in names}, options.rounds)
     rows = rows_of(turns, options.traffic)
     print(f"{described(facts)}; {options.rounds} rounds of {options.steps} steps; width {options.width}, 8 blocks")
-    print(table(rows, COLUMNS))
-    write_json(options.json, facts, rows, columns=COLUMNS, rounds=options.rounds, steps=options.steps)
+    report(options, facts, rows, COLUMNS)

@@ -1,7 +1,8 @@
-"""What the benchmarks share: variants that take turns, medians and ratios of what they measured, a table, JSON."""
+"""What the benchmarks share: options, variants that take turns, medians and ratios of what they measured, a table, JSON."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -16,6 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from lockstep.callbacks import Callback
+
+
+def make_parser(
+    description: str, *, rounds: int | None = None, turns: str = "variant", match: str = ""
+) -> argparse.ArgumentParser:
+    """A parser with the options of most benchmarks: `--json`, `--rounds` with this default, the turns of each of
+    `turns`, and `--match`, which chooses among `match`."""
+    parser = argparse.ArgumentParser(description=description)
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help=f"turns of each {turns}")
+    if match:
+        parser.add_argument("--match", default="", metavar="TEXT", help=f"only {match} whose name contains it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
+    return parser
 
 
 class Clock:
@@ -40,6 +57,14 @@ class Clock:
         """Of all threads of the process: other programs on the machine hardly change it."""
         begin, end = self.cpu_times
         return (end - begin) / (self.marks[1] - self.marks[0])
+
+
+class Ticks(Callback):
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.clock.tick(batch_idx)
 
 
 def take_turns(variants: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
@@ -152,6 +177,19 @@ def machine() -> dict[str, Any]:
 
 def described(facts: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def report(
+    given: argparse.Namespace,
+    facts: Mapping[str, Any],
+    results: Mapping[str, Mapping[str, Any]],
+    columns: Mapping[str, tuple[str, str]],
+    **more: Any,
+) -> None:
+    """Print `results` as a `table`, and write them to the file of `given`, with the rounds and steps of `given`."""
+    print(table(results, columns))
+    work = {name: vars(given)[name] for name in ("rounds", "steps") if name in given}
+    write_json(given.json, facts, results, columns=columns, **work, **more)
 
 
 def write_json(file: Path | None, facts: Mapping[str, Any], results: Any, **more: Any) -> None:

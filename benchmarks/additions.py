@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -40,8 +39,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import recompute
-from benchmarks._rounds import Clock, described, machine, summarize, table, take_turns, write_json
-from benchmarks.engines import CONTEXT, RANKS, Job, Ticks, loss_of
+from benchmarks._rounds import (
+    Clock,
+    Ticks,
+    described,
+    machine,
+    make_parser,
+    report,
+    summarize,
+    take_turns,
+)
+from benchmarks.engines import CONTEXT, RANKS, Job, loss_of
 from benchmarks.scaling import Small
 from benchmarks.step_overhead import BARE
 from lockstep import Module, Trainer
@@ -301,8 +309,9 @@ def additions(work: Work) -> dict[str, dict[str, Callable[[], Turn]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what each argument for speed, memory or exactness brings.")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
+    parser = make_parser(
+        "Measure what each argument for speed, memory or exactness brings.", rounds=5, match="additions"
+    )
     parser.add_argument(
         "--steps",
         type=int,
@@ -314,8 +323,6 @@ def main() -> None:
     parser.add_argument(
         "--batch", type=int, default=4, help="sequences in a step of the GPT; the other batches follow it"
     )
-    parser.add_argument("--match", default="", metavar="TEXT", help="only additions whose name contains it")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     facts = machine()
@@ -350,18 +357,8 @@ def main() -> None:
         "kept MiB": ("kept_mib", ".1f"),
         "exchanges": ("exchanges", ".0f"),
     }
-    print(table(results, columns))
     sizes = {"width": arguments.width, "depth": arguments.depth, "batch": arguments.batch, "context": CONTEXT}
-    write_json(
-        arguments.json,
-        facts,
-        results,
-        columns=columns,
-        rounds=arguments.rounds,
-        steps=arguments.steps,
-        ranks=RANKS,
-        model=sizes,
-    )
+    report(arguments, facts, results, columns, ranks=RANKS, model=sizes)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ cache, by one thread and by as many as a resume takes. Expect a minute.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks._rounds import described, machine, quiet, summarize, table, take_turns, write_json
+from benchmarks._rounds import described, machine, make_parser, quiet, report, summarize, take_turns
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
 from lockstep.trainer.checkpoint import files
@@ -123,11 +122,9 @@ def unchecked(save: Callable[[], Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what a save costs.")
+    parser = make_parser("Measure what a save costs.", rounds=21, turns="way")
     parser.add_argument("--megabytes", type=int, default=240, help="of the checkpoint")
-    parser.add_argument("--rounds", type=int, default=21, help="turns of each way")
     parser.add_argument("--folder", type=Path, help="where to save (default: the folder of temporary files)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     facts = machine()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, quiet():
@@ -157,17 +154,8 @@ def main() -> None:
         "min": ("min_ms", ".1f"),
     }
     columns |= {"max": ("max_ms", ".1f"), "to raw": ("ratio", ".2f"), "MB/s": ("mb_per_s", ",.0f")}
-    print(table(results, columns))
+    report(arguments, facts, results, columns, num_bytes=measure.num_bytes, checksum_share=share)
     print(f"checksums are {share:.1%} of a save")
-    write_json(
-        arguments.json,
-        facts,
-        results,
-        columns=columns,
-        rounds=arguments.rounds,
-        num_bytes=measure.num_bytes,
-        checksum_share=share,
-    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ calls so many all_reduces in its step, whose operations, types and sizes the mes
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks._rounds import described, machine, write_json
+from benchmarks._rounds import described, machine, make_parser, write_json
 from lockstep import Module, Trainer
 from lockstep.strategies.base import StepResult, StepVote
 from lockstep.strategies.sync.step_agreement import StepAgreement
@@ -134,11 +133,10 @@ def measure(steps: int, width: int, collectives: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what the control message adds to a step.")
+    parser = make_parser("Measure what the control message adds to a step.")
     parser.add_argument("--steps", type=int, default=1000, help="of each kind")
     parser.add_argument("--width", type=int, default=640, help="of the layers; 640 makes a step of about 20 ms")
     parser.add_argument("--collectives", type=int, default=0, help="all_reduces that the module calls in a step")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     facts = machine()
     row = measure(arguments.steps, arguments.width, arguments.collectives)

@@ -12,7 +12,6 @@ nodes; there `hops` counts, the messages of a step that follow one after the oth
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import fcntl
 import multiprocessing
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks._rounds import described, machine, table, write_json
+from benchmarks._rounds import described, machine, make_parser, report
 from lockstep.strategies.sync.host_all_gather_tree import FANOUT, Links
 
 NUMBERS = tuple(float(i) for i in range(11))
@@ -188,10 +187,9 @@ def _cpu_s() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure control messages over many ranks.")
+    parser = make_parser("Measure control messages over many ranks.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[32, 64])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     facts = machine()
     rows = {
@@ -200,8 +198,7 @@ def main() -> None:
         for way in WAYS
     }
     print(described(facts))
-    print(table(rows, COLUMNS))
-    write_json(arguments.json, facts, rows, columns=COLUMNS)
+    report(arguments, facts, rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,15 @@ the median of the ratios to the bare loop of the same round (above 1 is faster).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks._rounds import Clock, described, machine, summarize, table, take_turns, write_json
+from benchmarks._rounds import Clock, described, machine, make_parser, report, summarize, take_turns
 from lockstep import Module, Trainer
 
 BATCH, WARMUP_STEPS = 32, 10
@@ -98,12 +96,10 @@ def lockstep(num_batches: int, device: str, options: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the path of the data.")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
+    parser = make_parser("Measure the path of the data.", rounds=5)
     parser.add_argument(
         "--batches", type=int, default=150, help=f"that count in a turn, after {WARMUP_STEPS} that do not"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     kinds: dict[str, tuple[str, dict[str, Any]]] = {"no workers": ("cpu", {}), "2 workers": ("cpu", {"num_workers": 2})}
@@ -127,16 +123,7 @@ def main() -> None:
         "max": ("max_per_s", ",.0f"),
         "ratio": ("ratio", ".3f"),
     }
-    print(table(results, columns))
-    write_json(
-        arguments.json,
-        facts,
-        results,
-        columns=columns,
-        rounds=arguments.rounds,
-        batches=arguments.batches,
-        batch_size=BATCH,
-    )
+    report(arguments, facts, results, columns, batches=arguments.batches, batch_size=BATCH)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,9 @@ hardly change. Expect two minutes.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,16 +25,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks._rounds import (
     STEP_COLUMNS,
     Clock,
+    Ticks,
     described,
     machine,
+    make_parser,
+    report,
     summarize_steps,
-    table,
     take_turns,
-    write_json,
 )
 from benchmarks.step_overhead import BARE
 from lockstep import Module, Trainer
-from lockstep.callbacks import Callback
 
 WARMUP_STEPS, SLICES, BATCH = 5, 2, 64
 
@@ -128,14 +126,6 @@ def by_hand(build: Callable[[], Net], num_steps: int) -> Clock:
     return clock
 
 
-class Ticks(Callback):
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.clock.tick(batch_idx)
-
-
 def in_slices(build: Callable[[], Net], num_steps: int) -> Clock:
     torch.manual_seed(0)
     module, clock = build(), Clock(num_steps, WARMUP_STEPS)
@@ -145,13 +135,10 @@ def in_slices(build: Callable[[], Net], num_steps: int) -> Clock:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what a step of dp costs beside a hand-written loop.")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each variant")
+    parser = make_parser("Measure what a step of dp costs beside a hand-written loop.", rounds=9, match="models")
     parser.add_argument(
         "--steps", type=int, default=30, help=f"steps that count in a turn, after {WARMUP_STEPS} that do not"
     )
-    parser.add_argument("--match", default="", metavar="TEXT", help="only models whose name contains it")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     facts = machine()
@@ -164,8 +151,7 @@ def main() -> None:
             references |= {own: reference, reference: reference}
     results = summarize_steps(take_turns(variants, arguments.rounds), references)
     print(f"{described(facts)}; {arguments.rounds} rounds of {arguments.steps} steps of {SLICES} slices")
-    print(table(results, STEP_COLUMNS))
-    write_json(arguments.json, facts, results, columns=STEP_COLUMNS, rounds=arguments.rounds, steps=arguments.steps)
+    report(arguments, facts, results, STEP_COLUMNS)
 
 
 if __name__ == "__main__":

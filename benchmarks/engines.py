@@ -15,11 +15,9 @@ gloo's threads free, so a count can only be too high, and the least of several r
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,11 +27,19 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks._rounds import Clock, described, machine, summarize, table, take_turns, write_json
+from benchmarks._rounds import (
+    Clock,
+    Ticks,
+    described,
+    machine,
+    make_parser,
+    report,
+    summarize,
+    take_turns,
+)
 from benchmarks.step_overhead import BARE
 from examples.gpt import GPT, VOCABULARY
 from lockstep import Module, Trainer
-from lockstep.callbacks import Callback
 from lockstep.strategies.launch import environment, launcher
 from lockstep.strategies.launch.process_group import destroy_process_group, init_process_group
 
@@ -193,14 +199,6 @@ class Text(Module):
         return torch.optim.AdamW(self.parameters(), fused=True)
 
 
-class Ticks(Callback):
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.clock.tick(batch_idx)
-
-
 def train(name: str, by_hand: bool, job: Job, world: environment.World) -> None:
     """Train under the engine of that name, by hand or through the Trainer. On every rank; no group is left."""
     if by_hand:
@@ -251,16 +249,15 @@ def peak_bytes(profiled: Any) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure strategies beside a hand-written use of the same engine.")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each variant")
+    parser = make_parser(
+        "Measure strategies beside a hand-written use of the same engine.", rounds=9, match="strategies"
+    )
     parser.add_argument(
         "--steps", type=int, default=40, help=f"steps that count in a turn, after {WARMUP_STEPS} that do not"
     )
     parser.add_argument("--width", type=int, default=128, help="of the model")
     parser.add_argument("--depth", type=int, default=4, help="blocks of the model")
     parser.add_argument("--batch", type=int, default=4, help="sequences of each rank in a step")
-    parser.add_argument("--match", default="", metavar="TEXT", help="only strategies whose name contains it")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler says on the terminal when it begins
     facts = machine()
@@ -307,7 +304,6 @@ def main() -> None:
     }
     columns |= {"CPU ms": ("cpu_ms", ".2f"), "CPU ratio": ("cpu_ratio", ".3f")}
     columns |= {"peak MiB": ("peak_mib", ".2f"), "of peak": ("peak_ratio", ".3f")}
-    print(table(results, columns))
     model = {
         "width": arguments.width,
         "depth": arguments.depth,
@@ -315,16 +311,7 @@ def main() -> None:
         "context": CONTEXT,
         "parameters": elements,
     }
-    write_json(
-        arguments.json,
-        facts,
-        results,
-        columns=columns,
-        rounds=arguments.rounds,
-        steps=arguments.steps,
-        ranks=RANKS,
-        model=model,
-    )
+    report(arguments, facts, results, columns, ranks=RANKS, model=model)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks._rounds import Clock, described, machine, summarize, table, take_turns, write_json
+from benchmarks._rounds import Clock, Ticks, described, machine, make_parser, summarize, table, take_turns, write_json
 from examples.gpt import GPT
 from lockstep import Module, Trainer
-from lockstep.callbacks import Callback
 from lockstep.callbacks.monitors.throughput_monitor import peak_of
 
 LOG_EVERY = 50  # steps
@@ -139,14 +138,6 @@ class Text(Module):
         return torch.optim.AdamW(self.parameters(), lr=6e-4, fused=True)
 
 
-class Ticks(Callback):
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.clock.tick(batch_idx)
-
-
 def lockstep(job: Job, clock: Clock, compiled: str) -> None:
     options: dict[str, Any] = {
         "max_epochs": 1,
@@ -206,8 +197,7 @@ REFERENCES = {name: f"{name.rpartition(', ')[0]}, by hand" for name in VARIANTS}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure a GPT-2 on one GPU.")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
+    parser = make_parser("Measure a GPT-2 on one GPU.", rounds=5)
     parser.add_argument(
         "--steps", type=int, default=50, help=f"steps that count in a turn, after {WARMUP_STEPS} that do not"
     )
@@ -219,7 +209,6 @@ def main() -> None:
     parser.add_argument(
         "--peak-tflops", type=float, help="dense bf16 TFLOPs a second of the device, where Lockstep does not know it"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     facts = machine()
     if not torch.cuda.is_available():

@@ -12,12 +12,9 @@ Expect three minutes.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.util
-import json
 import os
-import platform
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +26,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.utils.data import DataLoader
 
+from benchmarks._rounds import machine, make_parser, write_json
 from examples.gpt import GPT, VOCABULARY
 from lockstep.strategies import DeepSpeed, Strategy
 from lockstep.strategies.launch import launcher
@@ -48,12 +46,10 @@ ONE_PROCESS = ("single", "dp", "model")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what a rank holds under each strategy.")
+    parser = make_parser("Measure what a rank holds under each strategy.", match="strategies")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks")
     parser.add_argument("--width", type=int, default=128, help="of the model")
     parser.add_argument("--depth", type=int, default=4, help="blocks of the model")
-    parser.add_argument("--match", default="", metavar="TEXT", help="only strategies whose name contains it")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     os.environ.setdefault(
         "MALLOC_MMAP_THRESHOLD_", "65536"
@@ -83,16 +79,8 @@ def main() -> None:
                 + "".join(f"{row[column] / 2**20:>9.0f}" for column in PEAKS),
                 flush=True,
             )
-    if arguments.json:
-        machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
-        model = {
-            "width": arguments.width,
-            "depth": arguments.depth,
-            "context": CONTEXT,
-            "batch": BATCH,
-            "parameters": elements,
-        }
-        arguments.json.write_text(json.dumps({"machine": machine, "model": model, "results": rows}, indent=1))
+    sizes = {"width": arguments.width, "depth": arguments.depth, "context": CONTEXT, "batch": BATCH}
+    write_json(arguments.json, machine(), rows, model={**sizes, "parameters": elements})
 
 
 class Model(nn.Module):

@@ -16,7 +16,6 @@ smallest and largest. Expect a minute and a half.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks._rounds import described, machine, write_json
+from benchmarks._rounds import described, machine, make_parser, write_json
 from lockstep import Module, Trainer
 from lockstep.callbacks import Callback
 from lockstep.strategies import ParameterServer
@@ -110,10 +109,8 @@ def measure(strategy: str | Strategy, module: Module, ranks: int, batch: int, st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure a parameter server with a slow worker, and its updates.")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = make_parser("Measure a parameter server with a slow worker, and its updates.", rounds=3)
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of a measurement")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     facts, steps = machine(), arguments.steps
     slow: dict[str, list[float]] = {"ddp": [], "staleness 8": [], "staleness 0": []}

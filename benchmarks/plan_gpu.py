@@ -11,16 +11,14 @@ reserved at the peak of the third step are beside the plan's peak. Without a CUD
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks._rounds import described, machine, table, write_json
+from benchmarks._rounds import described, machine, make_parser, table, write_json
 from benchmarks.gpu import Job, Text, fresh
 from lockstep import Trainer
 from lockstep.callbacks import Callback
@@ -86,9 +84,7 @@ def largest(holds: Callable[[int], bool], step: int, most: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Find the largest batch that fits a GPU, and what the plan says of it."
-    )
+    parser = make_parser("Find the largest batch that fits a GPU, and what the plan says of it.")
     parser.add_argument("--step", type=int, default=8, help="batches are multiples of this many sequences")
     parser.add_argument("--most", type=int, default=256, help="sequences of the largest batch that is tried")
     parser.add_argument("--memory", type=float, help="GiB that the model may have, in place of the device's")
@@ -96,7 +92,6 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=12, help="blocks of the model")
     parser.add_argument("--context", type=int, default=1024, help="tokens in a sequence")
     parser.add_argument("--vocabulary", type=int, default=50_304, help="different tokens")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     parser.add_argument("--speed", metavar="NAME", help="only say how fast that device is planned to be")
     arguments = parser.parse_args()
     arguments.batch, arguments.steps = arguments.step, STEPS

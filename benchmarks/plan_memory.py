@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks._rounds import make_parser
 from examples.gpt import TextModel
 from examples.llama import SIZES, LlamaModel, Size
 from lockstep import Module, Trainer
@@ -210,9 +211,7 @@ def _trim() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare predicted with measured peaks of memory.")
-    parser.add_argument("--match", default="", metavar="TEXT", help="only rows whose name contains it")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
+    parser = make_parser("Compare predicted with measured peaks of memory.", match="rows")
     parser.add_argument("--page", action="store_true", help="write the table into docs/planning.md")
     parser.add_argument("--on-rank", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()

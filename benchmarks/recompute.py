@@ -8,16 +8,14 @@ the forward keeps for the backward, parameters skipped. Seconds are those of the
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks._rounds import machine, make_parser, write_json
 from examples.gpt import GPT, VOCABULARY
 from lockstep.strategies import SingleDevice
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
@@ -26,11 +24,10 @@ CONTEXT, BATCH = 128, 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure activation checkpointing on the example's model.")
+    parser = make_parser("Measure activation checkpointing on the example's model.")
     parser.add_argument("--width", type=int, default=128, help="of the model")
     parser.add_argument("--depth", type=int, default=4, help="blocks of the model")
     parser.add_argument("--steps", type=int, default=5, help="to take the fastest of")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     print(f"{'activation_checkpointing':<26}{'kept MiB':>10}{'step ms':>10}")
     rows = {}
@@ -38,8 +35,7 @@ def main() -> None:
         kept, seconds = measure(on, arguments.width, arguments.depth, arguments.steps)
         rows[str(on)] = {"kept_bytes": kept, "step_s": seconds}
         print(f"{on!s:<26}{kept / 2**20:>10.1f}{seconds * 1e3:>10.0f}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"results": rows}, indent=1))
+    write_json(arguments.json, machine(), rows)
 
 
 def measure(on: bool, width: int, depth: int, steps: int) -> tuple[int, float]:

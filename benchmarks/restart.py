@@ -9,13 +9,10 @@ the lost step again. Expect half a minute.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
-import json
 import math
 import os
-import platform
 import signal
 import statistics
 import tempfile
@@ -26,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks._rounds import described, machine, make_parser, write_json
 from lockstep import Module, Trainer
 from lockstep.callbacks import ModelCheckpoint
 
@@ -65,36 +63,21 @@ class Dies(Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure how long a run is down when a rank dies.")
+    parser = make_parser("Measure how long a run is down when a rank dies.")
     parser.add_argument("--restarts", type=int, default=20, help="how often a rank is killed")
     parser.add_argument("--ranks", type=int, default=2, help="CPU ranks")
     parser.add_argument("--strategy", default="ddp")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
-    load = os.getloadavg()[0]
+    facts = machine()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         downs = measure(folder, arguments.restarts, arguments.ranks, arguments.strategy)
     p95 = sorted(downs)[math.ceil(0.95 * len(downs)) - 1]
-    machine = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-        "load": round(load, 1),
-    }
-    print(
-        ", ".join(f"{name} {value}" for name, value in machine.items())
-        + f"; {arguments.ranks} ranks of {arguments.strategy}"
-    )
+    print(f"{described(facts)}; {arguments.ranks} ranks of {arguments.strategy}")
     print(
         f"down for {statistics.median(downs):.2f} s (median), {p95:.2f} s (95 %), {max(downs):.2f} s (worst) in "
         f"{len(downs)} restarts"
     )
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps(
-                {"machine": machine, "downs_s": downs, "median_s": statistics.median(downs), "p95_s": p95}, indent=1
-            )
-        )
+    write_json(arguments.json, facts, {"downs_s": downs, "median_s": statistics.median(downs), "p95_s": p95})
 
 
 def measure(folder: str, restarts: int, ranks: int, strategy: str) -> list[float]:

@@ -145,7 +145,7 @@ def started(stack: ExitStack, checkout: Path, arguments: list[str]) -> Callable[
 
 
 def measure(given: argparse.Namespace) -> None:
-    from benchmarks._rounds import described, machine, quiet, summarize, table, take_turns, write_json
+    from benchmarks._rounds import described, machine, quiet, report, summarize, take_turns
 
     facts = machine()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder, ExitStack() as stack:
@@ -177,8 +177,7 @@ def measure(given: argparse.Namespace) -> None:
     columns = {"s": ("median_s", ".3f"), "min": ("min_s", ".3f"), "max": ("max_s", ".3f"), "ratio": ("ratio", ".3f")}
     columns |= {"CPU s": ("cpu_s", ".2f"), "CPU ratio": ("cpu_ratio", ".3f")}
     columns |= {"MB read by one": ("read_by_one_mb", ",.0f"), "by all": ("read_by_all_mb", ",.0f")}
-    print(table(results, columns))
-    write_json(given.json, facts, results, columns=columns, rounds=given.rounds, megabytes=whole)
+    report(given, facts, results, columns, megabytes=whole)
 
 
 def main() -> None:

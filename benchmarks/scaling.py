@@ -15,7 +15,6 @@ the epoch and in its middle as after a resume, and the most memory that this too
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import time
@@ -35,6 +34,7 @@ from benchmarks._rounds import (
     Clock,
     described,
     machine,
+    make_parser,
     quiet,
     summarize_steps,
     table,
@@ -358,13 +358,11 @@ def at_least(least: int, wanted: float) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure how costs grow.")
+    parser = make_parser("Measure how costs grow.", rounds=5)
     parts = [*STEPS, "memory", "samples"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="what to measure")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of ranks")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
     parser.add_argument("--effort", type=float, default=1.0, help="scales numbers of steps and samples")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     facts, results = machine(), {}

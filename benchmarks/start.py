@@ -38,7 +38,7 @@ def main() -> None:
         what, ranks = arguments.child
         CHILDREN[what](int(ranks))
         return
-    from benchmarks._rounds import described, machine, summarize, table, take_turns, write_json
+    from benchmarks._rounds import described, machine, report, summarize, take_turns
 
     facts = machine()
     chosen = {name: how for name, (how, _) in MEASUREMENTS.items() if arguments.match in name}
@@ -52,8 +52,7 @@ def main() -> None:
         "max": ("max_s", ".2f"),
         "ratio": ("ratio", ".2f"),
     }
-    print(table(results, columns))
-    write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds)
+    report(arguments, facts, results, columns)
 
 
 def import_s(statement: str) -> float:

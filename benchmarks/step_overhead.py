@@ -13,14 +13,12 @@ what runs in it next. Expect a minute, with the peers three.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import multiprocessing
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,11 +31,11 @@ from benchmarks._rounds import (
     Clock,
     described,
     machine,
+    make_parser,
     quiet,
+    report,
     summarize_steps,
-    table,
     take_turns,
-    write_json,
 )
 from lockstep import Module, Trainer
 from lockstep.callbacks import LearningRateMonitor
@@ -210,12 +208,10 @@ def run_peer(name: str, num_steps: int) -> Clock:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what a training step costs beside a hand-written loop.")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each variant")
+    parser = make_parser("Measure what a training step costs beside a hand-written loop.", rounds=15)
     parser.add_argument(
         "--steps", type=int, default=1000, help=f"steps that count in a turn, after {WARMUP_STEPS} that do not"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     facts = machine()
@@ -235,8 +231,7 @@ def main() -> None:
         )
     print(f"{described(facts)}; {arguments.rounds} rounds of {arguments.steps} steps")
     columns = {**STEP_COLUMNS, "to logging": ("ratio_to_logging", ".2f")}
-    print(table(results, columns))
-    write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds, steps=arguments.steps)
+    report(arguments, facts, results, columns)
 
 
 if __name__ == "__main__":

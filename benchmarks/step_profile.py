@@ -12,7 +12,6 @@ small numbers are good to a few microseconds. Expect two minutes.
 
 from __future__ import annotations
 
-import argparse
 import signal
 import statistics
 from collections import Counter
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import step_overhead
-from benchmarks._rounds import Clock, described, machine, table, take_turns, write_json
+from benchmarks._rounds import Clock, described, machine, make_parser, table, take_turns, write_json
 from benchmarks.engines import BY_HAND, RANKS, Job, train
 from lockstep.strategies.launch import environment, launcher
 from lockstep.strategies.launch.process_group import destroy_process_group, init_process_group
@@ -122,13 +121,10 @@ def compared(by_hand: list[Profile], lockstep: list[Profile]) -> dict[str, dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Show what the time of a step is made of.")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each variant")
+    parser = make_parser("Show what the time of a step is made of.", rounds=3, match="parts")
     parser.add_argument(
         "--steps", type=int, default=200, help="steps that count on two ranks; ten times as many in one process"
     )
-    parser.add_argument("--match", default="", metavar="TEXT", help="only parts whose name contains it")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     everything = partial(step_overhead.lockstep, num_values=5, everything=True)

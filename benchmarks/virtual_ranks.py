@@ -15,7 +15,6 @@ network namespace of their own (Linux, `unshare`; needs no root where user names
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from benchmarks._rounds import Clock, described, machine, summarize, table, take_turns, write_json
+from benchmarks._rounds import Clock, described, machine, make_parser, report, summarize, take_turns
 from benchmarks.engines import Job, Text
 from benchmarks.step_overhead import BARE
 from lockstep import Trainer
@@ -97,8 +96,7 @@ def on_rank(name: str, job: Job, clip: bool) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what virtual ranks cost.")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each variant")
+    parser = make_parser("Measure what virtual ranks cost.", rounds=9)
     parser.add_argument(
         "--steps", type=int, default=40, help=f"steps in a turn, after {WARMUP_STEPS} that do not count"
     )
@@ -107,7 +105,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences of each share")
     parser.add_argument("--clip", action="store_true", help="clip gradients by norm")
     parser.add_argument("--traffic", action="store_true", help="count bytes, in a network namespace of their own")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     arguments = parser.parse_args()
     if arguments.traffic:
         enter_own_network("benchmarks.virtual_ranks")
@@ -134,8 +131,7 @@ def main() -> None:
     columns |= {"ratio": ("ratio", ".3f"), "CPU ms": ("cpu_ms", ".2f"), "CPU ratio": ("cpu_ratio", ".3f")}
     if arguments.traffic:
         columns |= {"kB a step": ("kilobytes", ".1f"), "ratio of traffic": ("traffic_ratio", ".3f")}
-    print(table(results, columns))
-    write_json(arguments.json, facts, results, columns=columns, rounds=arguments.rounds, steps=arguments.steps)
+    report(arguments, facts, results, columns)
 
 
 if __name__ == "__main__":

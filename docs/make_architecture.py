@@ -104,10 +104,10 @@ def _identifier(box: str) -> str:
     return box.replace("/", "_").replace(":", "_")
 
 
-def _wrapped(names: list[str], limit: int = 36) -> Iterator[str]:
+def _wrapped(names: list[str]) -> Iterator[str]:
     line = ""
     for name in names:
-        if line and len(line) + 2 + len(name) > limit:
+        if line and len(line) + 2 + len(name) > 36:
             yield line + ","
             line = ""
         line = f"{line}, {name}" if line else name

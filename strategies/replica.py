@@ -232,7 +232,7 @@ class Replica(nn.Module):
         except RuntimeError as error:
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             unused = [list(self._trained)[int(i)] for i in found.group(1).split()] if found else unused
-        refuse_unused(unused, "DDP")
+        refuse_unused(unused)
 
     @torch.no_grad()
     def drop_unused(self) -> None:

@@ -235,7 +235,7 @@ class SPMDStep(ManualOptimization[W]):
         for parameter in self._watched or wrapped.parameters():  # an engine may hold others while a step is open
             self.write_gradient(wrapped, parameter, None)
 
-    def _conclude(self, wrapped: W, result: StepResult, hooks: StepHooks, weighed_by: int | None = None) -> StepResult:
+    def _conclude(self, wrapped: W, result: StepResult, hooks: StepHooks, weighed_by: int | None) -> StepResult:
         """What `forward_backward` returns: completes gradients, runs users' hooks and checks that all is finite.
 
         `weighed_by` is the number that losses were divided by until all ranks' counts were known; None if it was

@@ -96,7 +96,7 @@ def filled(template: str, values: Mapping[str, Any], with_names: bool, equals: s
     return _PLACEHOLDER.sub(fill, template).replace("/", "_").replace(os.sep, "_")
 
 
-def versioned(path: str, extension: str = "", first: int = 1) -> str:
+def versioned(path: str, extension: str, first: int = 1) -> str:
     """`path`, or the first of `path-v1`, `path-v2`, … that nothing has, each followed by `extension`."""
     free, version = path + extension, first - 1
     while os.path.lexists(free):

@@ -83,9 +83,9 @@ def detect(environ: Mapping[str, str] = os.environ) -> World | None:
     return first
 
 
-def in_plan(environ: Mapping[str, str] = os.environ) -> bool:
+def in_plan() -> bool:
     """Whether this process tries a step on tensors without data, in which other ranks do what this one does."""
-    return environ.get("LOCKSTEP_LAUNCHER") == "plan"
+    return os.environ.get("LOCKSTEP_LAUNCHER") == "plan"
 
 
 def started_by_lockstep() -> bool:
@@ -99,9 +99,9 @@ def outlives_run(rank: int) -> bool:
     return rank == 0 or not started_by_lockstep()
 
 
-def forces_mesh(environ: Mapping[str, str] = os.environ) -> bool:
+def forces_mesh() -> bool:
     """Whether LOCKSTEP_FORCE_MESH asks for a mesh of one rank. Raises ValueError for another value."""
-    return _flag("LOCKSTEP_FORCE_MESH", environ)
+    return _flag("LOCKSTEP_FORCE_MESH", os.environ)
 
 
 def shares_gpu(environ: Mapping[str, str] = os.environ) -> bool:

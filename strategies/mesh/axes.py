@@ -40,9 +40,10 @@ def apply_axes(
     model: nn.Module,
     mesh: DeviceMesh,
     options: Options,
-    compute_dtype: torch.dtype | None = None,
-    in_tree: bool = False,
-    replicas_apart: bool = False,
+    compute_dtype: torch.dtype | None,
+    *,
+    in_tree: bool,
+    replicas_apart: bool,
 ) -> MeshModel:
     """Distribute `model` over `mesh`, in place; return what brackets its steps. Every rank of the mesh calls it.
 

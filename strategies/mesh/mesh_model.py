@@ -41,7 +41,7 @@ class MeshModel(nn.Module):
     parameters of a block are whole while the block, or one of its layers, runs.
     """
 
-    def __init__(self, model: nn.Module, reshards: bool | int = True) -> None:
+    def __init__(self, model: nn.Module, reshards: bool | int) -> None:
         super().__init__()
         self.structure = Structure(model)
         self._reshards = reshards

@@ -19,7 +19,7 @@ from lockstep.strategies.optimizers.hidden_state import of_shards
 
 
 @contextmanager
-def whole_model(model: nn.Module, strategy: str, optimizers: Iterable[Optimizer] = ()) -> Iterator[None]:
+def whole_model(model: nn.Module, strategy: str, optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Replace each parameter that is a DTensor by the whole, with its whole gradient; write both back at the end.
     `optimizers` hold the shards.
 

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from lockstep.strategies.modules.model_changes import shortened
 
 
-def refuse_unused(names: Sequence[str], strategy: str) -> NoReturn:
+def refuse_unused(names: Sequence[str]) -> NoReturn:
     """Raise for parameters that got no gradient on this rank, for which the other ranks may wait."""
     raise RuntimeError(
         f"these parameters got no gradient in a step: {shortened(names) or 'some parameters'}; use them in "
-        "training_step, freeze them (requires_grad=False), or give "
-        f"strategy={strategy}(find_unused_parameters=True)"
+        "training_step, freeze them (requires_grad=False), or give strategy=DDP(find_unused_parameters=True)"
     )
 
 

@@ -146,7 +146,7 @@ def numbers_alike(optimizer: Optimizer, keeps_numbers: bool, pipeline: dist.Proc
 
 
 @contextmanager
-def held_here(optimizer: Optimizer, sharded: bool, owners: Owners | None = None) -> Iterator[Any]:
+def held_here(optimizer: Optimizer, sharded: bool, owners: Owners | None) -> Iterator[Any]:
     """While it lasts `optimizer` has the parameters and the state of this rank; `sharded`: stages are. Yields what to
     step: with `owners` those decide."""
     if owners is not None:

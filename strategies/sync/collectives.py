@@ -77,7 +77,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return [pickle.loads(each) for each in found]
 
 
-def broadcast_object(value: Any, group_src: int, group: dist.ProcessGroup | None = None) -> Any:
+def broadcast_object(value: Any, group_src: int, group: dist.ProcessGroup | None) -> Any:
     """The value of a rank of the group, any object, on the others, with tensors on the CPU."""
     is_source = dist.get_rank(group) == group_src
     held = [_dumps(value) if is_source else b""]

@@ -276,7 +276,7 @@ def restore_optimizers(run: RunState, checkpoint: Checkpoint) -> None:
             config.scheduler.optimizer._opt_called = True  # in the saved run; else torch warns at an epoch's end
 
 
-def _restore_training(run: RunState, checkpoint: Checkpoint, without_optimizers: bool = False) -> None:
+def _restore_training(run: RunState, checkpoint: Checkpoint, without_optimizers: bool) -> None:
     if without_optimizers:
         restore_weights(run, checkpoint.path, checkpoint)
     else:

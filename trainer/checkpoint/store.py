@@ -243,7 +243,7 @@ def open_together(path: str | os.PathLike[str], strategy: Strategy) -> Checkpoin
 
 
 def open_newest(
-    finds: Callable[[set[Any]], Path | None], strategy: Strategy, without: Iterable[Any] = ()
+    finds: Callable[[set[Any]], Path | None], strategy: Strategy, without: Iterable[Any]
 ) -> Checkpoint | None:
     """The newest checkpoint that `finds` returns, opened by `open_together`, or None; `finds` is called with what is
     skipped, as `newest` takes it, beginning with `without`. Every rank calls it."""

@@ -36,7 +36,7 @@ def gather_values(strategy: Strategy, value: Any, name: str = "value") -> list[A
     ]
 
 
-def gather_items(strategy: Strategy, items: list[Any], name: str, known: Mapping[str, Any]) -> list[list[Any]] | None:
+def gather_items(strategy: Strategy, items: list[Any], known: Mapping[str, Any]) -> list[list[Any]] | None:
     """The items of each rank, in rank order, on rank 0; None on other ranks. Empties `items`. Every rank calls it.
     Named tuples and dataclasses are of classes among the values of `known`, or of imported modules.
 
@@ -55,7 +55,7 @@ def gather_items(strategy: Strategy, items: list[Any], name: str, known: Mapping
         size = 0
         while items and size < MESSAGE_BYTES and len(layout) < 1000:
             added: dict[str, TensorShard] = {}
-            layout.append(pack(plain(items.pop(), kinds), f"{name}.{sent + len(layout)}", added))
+            layout.append(pack(plain(items.pop(), kinds), f"predictions.{sent + len(layout)}", added))
             size += sum(map(_size, added.values()))
             pieces |= added
         sent += len(layout)

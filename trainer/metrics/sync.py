@@ -36,7 +36,7 @@ MAX_DIMS = 8
 
 
 @contextmanager
-def synced_metrics(module: nn.Module, strategy: Strategy, callbacks: Iterable[Any] = ()) -> Iterator[None]:
+def synced_metrics(module: nn.Module, strategy: Strategy, callbacks: Iterable[Any]) -> Iterator[None]:
     """While it lasts the metrics of `module`, and those in attributes of `callbacks`, gather their states through
     `strategy`.
 

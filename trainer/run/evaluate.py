@@ -354,7 +354,7 @@ def in_dataset_order(run: RunState, outputs: list[Any]) -> list[Any]:
     # A rank has no prediction of a batch that it has no sample of, so its predictions do not count the batches.
     places = gather_values(strategy, outputs, "places")
     try:
-        unpacked = gather_items(strategy, kept, "predictions", _globals_of_step(run))
+        unpacked = gather_items(strategy, kept, _globals_of_step(run))
     except TypeError as error:
         raise TypeError(
             "predict_step on several ranks must return tensors, numbers, strings, or lists, tuples, sets, dicts and "

@@ -212,7 +212,7 @@ def check_unchanged(checkpoint: Reader, weights: dict[str, Any] | None) -> None:
         )
 
 
-def edited(checkpoint: Reader, weights: dict[str, Any] | None, strategy: Strategy | None = None) -> Reader:
+def edited(checkpoint: Reader, weights: dict[str, Any] | None, strategy: Strategy | None) -> Reader:
     """The checkpoint with `weights`, which hooks may have changed, in place of its own; without them as it is.
 
     With `strategy` every rank calls it and gets those of rank 0: a hook may change them there only, and fill in weights

@@ -39,7 +39,7 @@ def note(run: RunState, module: nn.Module) -> None:
         run.frozen_at_start = _numbers(run.strategy.state_dict(run.wrapped, {}), frozen, run.strategy)
 
 
-def omit(run: RunState, state: State, *, alone: bool = False) -> None:
+def omit(run: RunState, state: State, *, alone: bool) -> None:
     """Take the weights that are still as `note` has seen them out of what a checkpoint is made of. Every rank calls it,
     or with `alone` one."""
     if run.frozen_at_start is None:

@@ -21,6 +21,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+BARE: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Arguments of a Trainer that does nothing but train."""
+QUIET = BARE | {"devices": 1, "max_epochs": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
+
 
 @dataclass
 class Project:

@@ -10,17 +10,10 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import lockstep.lightning.pytorch as pl
-from tests.trainer.lightning.projects import classifier, loader
+from tests.trainer.lightning.projects import BARE, classifier, loader
 from tests.trainer.toy import distance, weights
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "max_epochs": 1,
-}
+QUIET = BARE | {"max_epochs": 1}
 
 
 class FromThird(pl.callbacks.WeightAveraging):

@@ -16,19 +16,7 @@ import lockstep.lightning.pytorch as pl
 from lockstep.lightning.pytorch.trainer import states
 from lockstep.lightning.pytorch.utilities import CombinedLoader
 from lockstep.lightning.pytorch.utilities.exceptions import MisconfigurationException
-from tests.trainer.lightning.projects import classifier, loader
-
-QUIET = {
-    "max_epochs": 1,
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-    "log_every_n_steps": 1,
-}
+from tests.trainer.lightning.projects import QUIET, classifier, loader
 
 
 def trainer(**arguments: Any) -> pl.Trainer:

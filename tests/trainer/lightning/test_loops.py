@@ -8,15 +8,7 @@ import pytest
 import torch
 
 import lockstep.lightning.pytorch as pl
-from tests.trainer.lightning.projects import classifier, loader
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+from tests.trainer.lightning.projects import BARE, classifier, loader
 
 
 class Seen(pl.Callback):
@@ -44,7 +36,7 @@ class Seen(pl.Callback):
 
 def test_loops_show_where_training_is() -> None:
     seen = Seen()
-    trainer = pl.Trainer(**QUIET, devices=1, max_epochs=2, callbacks=[seen], num_sanity_val_steps=0)
+    trainer = pl.Trainer(**BARE, devices=1, max_epochs=2, callbacks=[seen], num_sanity_val_steps=0)
     assert (trainer.fit_loop.batch_idx, trainer.fit_loop.total_batch_idx, trainer.fit_loop.done) == (-1, -1, False)
     trainer.fit(classifier(pl)(), loader(8), loader(8))
     first = [(0, 0, 1, 0, 1, 0, 0)] * 2 + [(1, 1, 2, 1, 2, 1, 0)] * 2 + [(1, 1, 2, 2, 2, 2, 0)]
@@ -63,7 +55,7 @@ def test_loops_show_where_training_is() -> None:
 
 
 def test_what_the_loops_lack_is_refused() -> None:
-    loop = pl.Trainer(**QUIET, max_epochs=1).fit_loop
+    loop = pl.Trainer(**BARE, max_epochs=1).fit_loop
     with pytest.raises(
         AttributeError, match="FitLoop of lockstep.lightning has no 'restarting'; it has batch_idx, cur"
     ):
@@ -82,7 +74,7 @@ def test_a_limit_of_zero_trains_nothing(zero: dict[str, Any], devices: int, capl
     noted = {name: (lambda self, name=name: called.append(name)) for name in (*hooks, "on_fit_end")}
     module = classifier(pl, **noted)()
     before = [parameter.detach().clone() for parameter in module.parameters()]
-    trainer = pl.Trainer(**QUIET, devices=devices, **zero)
+    trainer = pl.Trainer(**BARE, devices=devices, **zero)
     assert [getattr(trainer, name) for name in zero] == [0] and trainer.fit_loop.done
     trainer.fit(module, loader(8), loader(8))
     assert all(map(torch.equal, before, module.parameters()))
@@ -95,7 +87,7 @@ def test_a_limit_of_zero_trains_nothing(zero: dict[str, Any], devices: int, capl
 
 @pytest.mark.parametrize("zero", [{"max_epochs": 0}, {"max_steps": 0}, {"limit_train_batches": 0}])
 def test_fast_dev_run_holds_over_a_limit_of_zero(zero: dict[str, Any]) -> None:
-    trainer = pl.Trainer(**QUIET, fast_dev_run=True, **zero)
+    trainer = pl.Trainer(**BARE, fast_dev_run=True, **zero)
     trainer.fit(classifier(pl)(), loader(8))
     assert trainer.global_step == 1
 
@@ -115,7 +107,7 @@ def test_schedulers_of_manual_optimization_need_no_step() -> None:
         return [optimizer], [Plain(optimizer)]
 
     module = classifier(pl, configure_optimizers=configure_optimizers)
-    trainer = pl.Trainer(**QUIET, devices=1, max_epochs=0)
+    trainer = pl.Trainer(**BARE, devices=1, max_epochs=0)
     with pytest.raises(TypeError, match="Plain is not a scheduler of torch: it has no step"):
         trainer.fit(module(), loader(8))
     manual = module()

@@ -24,16 +24,9 @@ from lockstep.lightning.pytorch.tuner import Tuner
 from lockstep.lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lockstep.trainer.lightning.install import places
 from lockstep.trainer.lightning.names import REFUSED
-from tests.trainer.lightning.projects import classifier, loader
+from tests.trainer.lightning.projects import BARE, classifier, loader
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+QUIET = BARE | {"devices": 1}
 
 
 @pytest.mark.parametrize("path", sorted(places()))

@@ -12,19 +12,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests.trainer.lightning.projects import ALL, Project
-
-QUIET = {
-    "max_epochs": 2,
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-    "log_every_n_steps": 1,
-}
+from tests.trainer.lightning.projects import ALL, QUIET, Project
 
 
 class Outcome(NamedTuple):
@@ -42,7 +30,7 @@ def run(package: str, make: Callable[[Any], Project], folder: Path) -> Outcome:
     watch = register_optimizer_step_post_hook(lambda *_: steps.append(1))
     try:
         project = make(pl)
-        arguments = QUIET | {"default_root_dir": folder} | project.trainer
+        arguments = QUIET | {"max_epochs": 2, "default_root_dir": folder} | project.trainer
         if arguments["logger"] == "csv":
             arguments["logger"] = importlib.import_module(f"{package}.loggers").CSVLogger(folder)
         trainer = (project.trainer_class or pl.Trainer)(**arguments)

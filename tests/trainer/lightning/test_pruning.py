@@ -12,21 +12,10 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 import lockstep.lightning.pytorch as pl
-from tests.trainer.lightning.projects import loader, net
+from tests.trainer.lightning.projects import BARE, loader, net
 from tests.trainer.toy import distance, weights
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "max_epochs": 3,
-    "devices": 1,
-    "precision": "64-true",
-    "split_batches": True,
-    "seed": 0,
-}
+QUIET = BARE | {"max_epochs": 3, "devices": 1, "precision": "64-true", "split_batches": True, "seed": 0}
 
 
 class Net(pl.LightningModule):

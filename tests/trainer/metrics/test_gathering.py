@@ -112,7 +112,7 @@ def test_each_item_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     size = gathering._size
     monkeypatch.setattr(gathering, "_size", lambda shard: measured.append(shard) or size(shard))
     alone: Any = SimpleNamespace(topology=Topology(), all_gather=lambda tensor: tensor[None])
-    gathered = gathering.gather_items(alone, [torch.ones(2), (torch.ones(3), 4), 5] * 10, "predictions", {})
+    gathered = gathering.gather_items(alone, [torch.ones(2), (torch.ones(3), 4), 5] * 10, {})
     assert gathered is not None and len(gathered[0]) == 30
     assert len(measured) == 20
 

@@ -12,19 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tests.trainer.lightning.projects import classifier, loader
+from tests.trainer.lightning.projects import QUIET, classifier, loader
 
-QUIET = {
-    "max_epochs": 1,
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-    "log_every_n_steps": 1,
-}
 Probe = Callable[[Any, Path], Any]
 DIFFERENCES: dict[str, tuple[Probe, Any, Any]] = {}
 """By row of the page: the program, what it gives in Lightning, and in Lockstep."""
