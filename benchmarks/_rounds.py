@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, variants that take turns, medians and ratios of what they measured, a table, JSON."""
+"""What the benchmarks share: options, variants that take turns, medians and ratios of the numbers, a table, JSON."""
 
 from __future__ import annotations
 

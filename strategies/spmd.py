@@ -107,8 +107,7 @@ class SPMDStrategy(SPMDStep[W]):
         if self.stays_on_one_rank:  # another Trainer may have used this object on one rank
             self.single_process, self.max_devices = type(self).single_process, type(self).max_devices
         self.num_devices = resolve_devices(devices, self._accelerator, self.max_devices)
-        world = environment.detect()
-        num_ranks = self.num_devices * num_nodes if world is None else world.world_size
+        num_ranks = environment.num_ranks(self.num_devices * num_nodes)
         alone = num_ranks == 1 and not environment.forces_mesh()
         if alone and self.stays_on_one_rank:
             self.single_process, self.max_devices = True, 1
@@ -125,8 +124,7 @@ class SPMDStrategy(SPMDStep[W]):
     def expected_topology(self) -> Topology:
         if self.single_process:
             return Topology()
-        world = environment.detect()
-        num_ranks = self.num_devices * self._num_nodes if world is None else world.world_size
+        num_ranks = environment.num_ranks(self.num_devices * self._num_nodes)
         return Topology(world_size=num_ranks, data_size=self.data_size_of(num_ranks))
 
     def check(self, model: nn.Module) -> None:

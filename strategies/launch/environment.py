@@ -83,6 +83,12 @@ def detect(environ: Mapping[str, str] = os.environ) -> World | None:
     return first
 
 
+def num_ranks(otherwise: int) -> int:
+    """How many ranks a launcher has started; `otherwise` if none has."""
+    world = detect()
+    return otherwise if world is None else world.world_size
+
+
 def in_plan() -> bool:
     """Whether this process tries a step on tensors without data, in which other ranks do what this one does."""
     return os.environ.get("LOCKSTEP_LAUNCHER") == "plan"

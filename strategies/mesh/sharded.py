@@ -96,8 +96,7 @@ class ShardedStrategy(ShardedOptimizers):
             steps.check_compressible(self.axes, self.options)
         devices = devices_of(self.axes, devices, num_nodes)
         chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
-        world = environment.detect()
-        sizes = resolve(self.axes, world.world_size if world is not None else self.num_devices)
+        sizes = resolve(self.axes, environment.num_ranks(self.num_devices))
         self._sizes = {name: size for name, size in sizes.items() if size > 1 or max(sizes.values()) == 1}
         whole = "tensor" not in self._sizes  # else, on torch 2.13, a symbolic size of a DTensor refers to itself
         refuses = {} if whole else UNRULED

@@ -65,9 +65,9 @@ def configured(given: LocalUpdates, devices: int | str, accelerator: str, num_no
             "learners=2"
         )
     axes = {given.axis: given.learners, **inner.axes}
-    devices, world = devices_of(axes, devices, num_nodes), environment.detect()
+    devices = devices_of(axes, devices, num_nodes)
     on_node = resolve_devices(devices, resolve_accelerator(accelerator))
-    learners, *others = resolve(axes, on_node * num_nodes if world is None else world.world_size).values()
+    learners, *others = resolve(axes, environment.num_ranks(on_node * num_nodes)).values()
     strategy: Strategy
     if math.prod(others) > 1 or inner.options.cpu_offload:
         strategy = Islands(given, inner, {**axes, given.axis: learners})

@@ -104,8 +104,7 @@ class StagedStrategy(SPMDStrategy[Staged]):
     ) -> Strategy:
         devices = devices_of(self.axes, devices, num_nodes)
         chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
-        world = environment.detect()
-        self.num_stage_ranks = resolve(self.axes, world.world_size if world else self.num_devices)["pipeline"]
+        self.num_stage_ranks = resolve(self.axes, environment.num_ranks(self.num_devices))["pipeline"]
         if chosen is self:
             self.schedule.check(self.num_stage_ranks, self.num_parts)
             self.capabilities = replace(self.capabilities, preserves_memory_format="fsdp" not in self.axes)

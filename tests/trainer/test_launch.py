@@ -258,7 +258,6 @@ class Overflows(Net):
         return torch.optim.AdamW(self.parameters(), lr=0.01, fused=self.fused or None)
 
     def on_fit_start(self) -> None:
-        self.log_of_steps: list[tuple[int, float]] = []
         self.last = weights(self)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

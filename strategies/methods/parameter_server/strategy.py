@@ -104,8 +104,7 @@ class ParameterServer(ComparedWeights):
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"
     ) -> Strategy:
         chosen = super().configure(devices=devices, accelerator=accelerator, num_nodes=num_nodes, precision=precision)
-        world = environment.detect()
-        ranks = self.num_devices * num_nodes if world is None else world.world_size
+        ranks = environment.num_ranks(self.num_devices * num_nodes)
         self.virtual_ranks = self._workers or ranks
         if self.virtual_ranks % ranks:
             raise ValueError(
