@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from lockstep.strategies.launch import environment
 
 
 def initialize(
@@ -19,7 +20,7 @@ def initialize(
 ) -> Any:
     """DeepSpeed's engine around `module`. Every rank calls it, with the index of its device."""
     accelerator = {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")} if device.type == "cpu" else {}
-    with environment(place_of(index) | accelerator), warnings.catch_warnings():
+    with environment.variables(place_of(index) | accelerator), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
 
@@ -38,22 +39,3 @@ def place_of(device_index: int) -> dict[str, str | None]:
     launcher sets it, and a rank that sees one device only has its place on the node there."""
     names = ["LOCAL_RANK", *({"OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys())]  # which DeepSpeed wants to be equal
     return dict.fromkeys(names, str(device_index))
-
-
-@contextmanager
-def environment(variables: Mapping[str, str | None]) -> Iterator[dict[str, str | None]]:
-    """Set environment variables for a while, or with None unset them; gives what they were, of those that change."""
-    before = {name: os.environ.get(name) for name in variables if os.environ.get(name) != variables[name]}
-    _set({name: variables[name] for name in before})
-    try:
-        yield before
-    finally:
-        _set(before)
-
-
-def _set(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

@@ -18,8 +18,9 @@ from lockstep.strategies.base import NO_HOOKS, Loss, StepFn, StepHooks
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.deepspeed.access import Access, refuse_copy
 from lockstep.strategies.deepspeed.additions import Additions
-from lockstep.strategies.deepspeed.engine import environment, initialize, place_of
+from lockstep.strategies.deepspeed.engine import initialize, place_of
 from lockstep.strategies.deepspeed.partitions import Partitions, group_of
+from lockstep.strategies.launch import environment
 from lockstep.strategies.losses import StandIn, counting_nothing, split_loss
 from lockstep.strategies.modules.model_changes import own_backward
 from lockstep.strategies.modules.side_effect_free import numbers, refuse_changed_numbers, side_effect_free
@@ -212,14 +213,14 @@ class ZeroStep(nn.Module):
     def forward(self) -> Tensor | None:
         self.access.is_users = True
         try:
-            with environment(self.place):
+            with environment.variables(self.place):
                 return self.forwarded()
         finally:
             self.access.is_users = False
 
     def _through_engine(self, forwarded: Callable[[], Any]) -> Any:
         self.forwarded = forwarded
-        with self.access.of_engine(), environment(place_of(self.device_index)) as self.place:
+        with self.access.of_engine(), environment.variables(place_of(self.device_index)) as self.place:
             try:
                 return self.engine()
             except BaseException:

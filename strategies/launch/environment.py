@@ -18,7 +18,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -113,6 +114,25 @@ def forces_mesh() -> bool:
 def shares_gpu(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether LOCKSTEP_SHARE_GPU lets all ranks of a node compute on one GPU. Raises ValueError for another value."""
     return _flag("LOCKSTEP_SHARE_GPU", environ)
+
+
+@contextmanager
+def variables(given: Mapping[str, str | None]) -> Iterator[dict[str, str | None]]:
+    """Set environment variables for a while, or with None unset them; gives what they were, of those that change."""
+    before = {name: os.environ.get(name) for name in given if os.environ.get(name) != given[name]}
+    _set({name: given[name] for name in before})
+    try:
+        yield before
+    finally:
+        _set(before)
+
+
+def _set(given: Mapping[str, str | None]) -> None:
+    for name, value in given.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _flag(name: str, environ: Mapping[str, str]) -> bool:

@@ -5,7 +5,6 @@ Every other rank is taken to do and say what this one does, so that what ranks a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,17 +36,11 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         )
     environment._READERS["plan"] = _planned
     ours = {"LOCKSTEP_LAUNCHER": "plan", VARIABLE: f"{rank}/{world_size}"}
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
     try:
-        yield
+        with environment.variables(ours):
+            yield
     finally:
         del environment._READERS["plan"]
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

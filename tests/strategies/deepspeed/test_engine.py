@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from lockstep.strategies.deepspeed.engine import environment, place_of
+from lockstep.strategies.deepspeed.engine import place_of
+from lockstep.strategies.launch.environment import variables
 
 
 @pytest.mark.parametrize("before", [{}, {"LOCAL_RANK": "3"}, {"LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}])
@@ -18,10 +19,10 @@ def test_a_rank_that_sees_one_device_is_at_the_first_place_for_deepspeed_alone(
     for name, value in before.items():
         monkeypatch.setenv(name, value)
     outside = dict(os.environ)
-    with environment(place_of(0)) as place:
+    with variables(place_of(0)) as place:
         assert os.environ["LOCAL_RANK"] == "0"
         assert all(os.environ[name] == "0" for name in before)
-        with environment(place):  # code of the user's, which the engine runs
+        with variables(place):  # code of the user's, which the engine runs
             assert dict(os.environ) == outside
         assert os.environ["LOCAL_RANK"] == "0"
     assert dict(os.environ) == outside
