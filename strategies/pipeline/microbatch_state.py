@@ -23,6 +23,7 @@ from lockstep.strategies.modules.blocks import Layer, is_metric, is_of_torch, me
 from lockstep.strategies.modules.side_effect_free import PlainAttributes, PlainValues, metrics_uncounted
 from lockstep.strategies.pipeline.partition import Cut, holding_stages
 from lockstep.strategies.pipeline.state.draws import Draws
+from lockstep.strategies.pipeline.state.evaluated import Evaluated
 from lockstep.strategies.pipeline.state.found import (
     BUFFER,
     NOTHING,
@@ -79,7 +80,8 @@ class StepState:
         self._with_tensors = [m for m in outside if not measures(m) and (m._parameters or m._buffers)]
         self._layer_tensors = [t for m in self._of_layers for t in tensors_of(m)]
         self._statistics = [b for m in outside if measures(m) for b in m._buffers.values() if b is not None]
-        self._watch = Watch(model, outside, self._own_code)
+        self._watch = Watch(model, outside, self._own_code, last[1])
+        self._evaluations = Evaluated(self._watch.hooks)
         self._draws = Draws(outside, {module: name for name, module in model.named_modules()})
         self.pads = False
         """Whether this rank has no samples, so that the step runs for its shapes only."""
@@ -232,7 +234,7 @@ class StepState:
     def evaluation(self) -> Iterator[None]:
         """Around the run of an evaluation step, which comes to its end on the last stage only."""
         before, self._evaluated = self._now(), None
-        with self._watch.hooks.evaluation(), self._draws.evaluation():
+        with self._evaluations.step(), self._draws.evaluation():
             yield
         now = self._now()
         self._refuse_grown(before, now, "an evaluation step")
@@ -256,6 +258,7 @@ class StepState:
     def calling(self, is_last: bool) -> None:
         """The step calls the pipelined module."""
         self._draws.calling()
+        self._evaluations.calling()
         if is_last:
             self._called = self._now()
             self._watch.calling()
@@ -268,9 +271,7 @@ class StepState:
         before, now = self._end.numbers, self._now().numbers
         used = {place: value for place, value in now.items() if isinstance(value, PLAIN) and self._is_used(place)}
         changed = {self._name(p): repr(v) for p, v in used.items() if p not in before or are_other(before[p], v)}
-        found = gather_objects((changed, self._watch.refused(), [*self._watch.hooks.partial]), self._last[1])
-        self._watch.hooks.take(key for _, _, keys in found for key in keys)
-        theirs, refused, _ = found[self._last[0]]
+        theirs, refused = gather_objects((changed, self._watch.refused()), self._last[1])[self._last[0]]
         modules = dict(self._model.named_modules()) if refused else {}
         for path, _, key in (name.rpartition(".") for name in refused):
             own: Any = vars(modules[path]) if path in modules else {}

@@ -218,21 +218,22 @@ class Staged(nn.Module):
         if run.entered:
             refuse_second_call(self.name)
         run.entered = True
+        layout = self._layout(args, kwargs) if run.wants in ("inputs", "evaluation") else run.layout
         if self.state is not None:
             self.state.calling(run.stage == self.num_stages - 1)
         if run.wants in ("inputs", "numbers"):
-            self._learned = self._layout(args, kwargs) if run.wants == "inputs" else None
+            self._learned = layout
             raise Leave
+        assert layout is not None
         if run.wants == "evaluation":
-            is_last, result = self._through(self._layout(args, kwargs), args, kwargs, run)
+            is_last, result = self._through(layout, args, kwargs, run)
             if not is_last:
                 raise Leave
             if self.state is not None:
                 self.state.called_in_evaluation()
             return result
-        assert run.layout is not None
-        if self.inference.key(args, kwargs) != run.layout.key:
-            run.layout = self._layout(args, kwargs).checked(run.layout, self.name)
+        if self.inference.key(args, kwargs) != layout.key:
+            run.layout = self._layout(args, kwargs).checked(layout, self.name)
         return self._enter(run, args, kwargs)
 
     def _enter(self, run: Run, args: Any, kwargs: Any) -> Any:

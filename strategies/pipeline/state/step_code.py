@@ -15,12 +15,17 @@ from torch import nn
 
 from lockstep.strategies.launch.failure import libraries
 from lockstep.strategies.launch.program.functions import codes_of, is_users_class, variables_of
+from lockstep.strategies.modules.blocks import OF_TORCH
+
+_MANY = 64
+"""Items of a container in which functions are searched."""
 
 
 def functions_of(modules: Iterable[nn.Module | type], steps: Iterable[str]) -> list[FunctionType]:
     """The functions of the user's that steps of `modules`, or of classes of these, may call, by the names in their
-    code."""
-    found: dict[FunctionType, type | None] = {}
+    code, or in attributes."""
+    modules = [*modules]
+    found = {f: owner for each in modules if isinstance(each, nn.Module) for f, owner in _held_in(each)}
     for kind in dict.fromkeys(each if isinstance(each, type) else type(each) for each in modules):
         for name in (*steps, "forward"):
             found |= dict.fromkeys(_methods(kind, name), kind)
@@ -38,6 +43,25 @@ def functions_of(modules: Iterable[nn.Module | type], steps: Iterable[str]) -> l
             found |= dict.fromkeys(new, owner)
             waiting += new
     return [*found]
+
+
+def _held_in(module: nn.Module) -> Iterator[tuple[FunctionType, type | None]]:
+    """The functions of the user's that a module has in attributes, and small containers there, and those of the
+    program's objects there, with the class in which they find others."""
+    for name, value in vars(module).items() if is_users_class(type(module)) else ():
+        held = [*value.values()] if isinstance(value, dict) else value
+        for each in (
+            held if isinstance(held, list | tuple) and len(held) <= _MANY and name not in OF_TORCH else (value,)
+        ):
+            while isinstance(each, functools.partial):
+                each = each.func
+            function = getattr(each, "__func__", each)
+            owner = type(each.__self__) if isinstance(each, MethodType) else None
+            if is_users_function(function):
+                yield function, owner
+            elif is_of_program(type(each)) and not isinstance(each, nn.Module):
+                members = (member for member in vars(type(each)).values() if is_users_function(member))
+                yield from ((member, type(each)) for member in members)
 
 
 def is_users_function(function: Any) -> bool:

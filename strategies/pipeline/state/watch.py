@@ -40,8 +40,11 @@ class Watch:
     them, also if it is not watched. Others keep their numbers, so that one that counts is refused at once.
     """
 
-    def __init__(self, model: nn.Module, outside: Sequence[nn.Module], layers: Sequence[nn.Module]) -> None:
-        self._model, self.hooks = model, HookSlots(model.named_modules)
+    def __init__(
+        self, model: nn.Module, outside: Sequence[nn.Module], layers: Sequence[nn.Module], group: Any = None
+    ) -> None:
+        """`group`: of the ranks of the pipeline."""
+        self._model, self.hooks = model, HookSlots(model.named_modules, group)
         named = dict(model.named_modules())
         self._outside = {name: module for name, module in named.items() if module in {*outside}}
         self._own_code = [*outside, *layers]
@@ -104,7 +107,7 @@ class Watch:
 
     def partial(self) -> list[Slot]:
         """At the end of a micro-batch: where there is what belongs to a part of it."""
-        self.hooks.refuse()
+        (self.hooks.agree if self.is_watching else self.hooks.refuse)()
         known = {(id(slot.holder), slot.key) for slot, _ in self._before}
         found = [slot for slot, before in self._before if slot.now() is not before]
         found += [slot for place, slot in self._partial.items() if place not in known]

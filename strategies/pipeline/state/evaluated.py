@@ -1,0 +1,221 @@
+"""What layers and their hooks keep in an evaluation, of which one rank runs each alone: the others take it from it."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lockstep.strategies.modules.absent import Refusing
+from lockstep.strategies.modules.blocks import is_metric, is_of_torch, measures
+from lockstep.strategies.modules.parameter_hooks import OF_MODULE
+from lockstep.strategies.pipeline.shapes.fake_tensors import is_fake
+from lockstep.strategies.pipeline.state.hook_slots import HookSlots, refusing, sentence
+from lockstep.strategies.pipeline.state.marks import SIMPLE, content_of, mark_of, put_content
+from lockstep.strategies.pipeline.state.reached import Key, Place, Reached
+
+_FIRST, _FEW_BYTES, _MOST_BYTES = 4, 2**20, 2**26
+"""Steps that are all compared; bytes of what is sent again and again, and once."""
+_CONTAINERS = (deque, set, frozenset, tuple)
+
+
+class _Opaque(NamedTuple):
+    """In the place of an object, of which only its parts are sent."""
+
+    kind: str
+
+
+class _Sent(NamedTuple):
+    """What a rank has changed."""
+
+    values: dict[Key, Any]
+    """The place of a container is before those of its items."""
+    new: set[Key]
+    """Where there was nothing, or None."""
+    gone: list[Key]
+    lists: set[Key]
+    """Those that have another length."""
+    devices: dict[Key, str]
+    """The types of those that tensors are on."""
+
+
+class Evaluated:
+    """Compares evaluation steps from where they call the pipelined module: the first, those whose number is a power of
+    two, and all once layers or hooks keep something."""
+
+    def __init__(self, hooks: HookSlots) -> None:
+        self._hooks = hooks
+        self._number, self._keeps, self._compares = 0, False, False
+        self._before: dict[Key, Any] | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one, on all ranks. Raises RuntimeError naming a list of which hooks on several ranks change the
+        length."""
+        number, self._number = self._number, self._number + 1
+        is_due = number < _FIRST or number & (number - 1) == 0
+        self._compares, self._before = is_due or self._keeps, None
+        yield
+        if self._compares:
+            self._agree()
+        self._compares, self._before = False, None
+
+    def calling(self) -> None:
+        """The step calls the pipelined module; what it has changed before is alike on all ranks."""
+        if self._compares:
+            self._hooks.find()
+            self._before = {key: _mark(place.now()) for key, place in self._places({}).items()}
+
+    # ---- helpers ---------------------------------------------------------------------------------------
+
+    def _places(self, holders: dict[Key, Any]) -> dict[Key, Place]:
+        """Of modules by path and attribute, and of hooks."""
+        named = dict(self._hooks.named_modules())
+        metrics = {part for module in named.values() if is_metric(module) for part in module.modules()}
+        paths, seen = {module: path for path, module in named.items()}, set[int]()
+        found: dict[Key, Place] = {}
+        for path, module in named.items():
+            if module not in metrics and not measures(module):
+                reached = Reached((path,), seen, paths)
+                reached.module(module, path)
+                found |= reached.places
+                holders.update(reached.holders)
+        return found | dict(self._hooks.places(holders, seen))
+
+    def _agree(self) -> None:
+        own = self._changed()
+        found = self._hooks.gather(own)
+        if not any(each.values or each.gone for each in found):
+            return
+        self._keeps = True
+        by_list = [key for each in found for key in each.lists]
+        if (twice := next((key for key in by_list if by_list.count(key) > 1), None)) is not None:
+            raise RuntimeError(sentence(_shown(twice)))
+        holders: dict[Key, Any] = {}
+        places = self._places(holders)
+        for theirs in (each for each in found if each is not own):
+            for key in sorted(theirs.gone, key=_last_first):
+                if key in places:
+                    places[key].delete()
+            for key, value in theirs.values.items():
+                if (kind := theirs.devices.get(key)) is not None:
+                    value = tree_map_only(Tensor, operator.methodcaller("to", kind), value)
+                if key not in own.values:
+                    self._put(key, value, places, holders)
+                elif not _is_alike(own, theirs, key):
+                    places[key].put(refusing(places[key].name))
+
+    def _changed(self) -> _Sent:
+        sent, before = _Sent({}, set(), [], set(), {}), self._before
+        if before is None:  # the step has not called the module
+            return sent
+        holders: dict[Key, Any] = {}
+        now = self._places(holders)
+        sent.gone.extend(key for key in before if key not in now)
+        sent.lists.update(key[:-1] for key in sent.gone if isinstance(holders.get(key[:-1]), list))
+        for key, place in now.items():
+            value = place.now()
+            if key in before and not _is_other(before[key], _mark(value)):
+                continue
+            if key not in before and isinstance(place.holder, list):
+                sent.lists.add(key[:-1])
+            if isinstance(value, Refusing) or is_fake(value):
+                continue
+            if key not in before or before[key][0] is None:
+                sent.new.add(key)
+            sent.values[key] = _sent(value, _MOST_BYTES if key in sent.new else _FEW_BYTES)
+            if isinstance(value, Tensor | tuple) and (kind := _device_of(sent.values[key])) is not None:
+                sent.devices[key] = kind
+        return sent
+
+    def _put(self, key: Key, value: Any, places: dict[Key, Place], holders: dict[Key, Any]) -> None:
+        """Let this rank have what another has set."""
+        now = places[key].now() if key in places else None
+        if isinstance(value, _Opaque):
+            if type(now).__qualname__ == value.kind or self._may_read(key):
+                return
+            value = refusing(places[key].name if key in places else _shown(key))
+        elif type(now) is type(value) and isinstance(value, dict | list):
+            return  # their items are sent by themselves
+        elif type(now) is type(value) and isinstance(value, deque | set):
+            put_content(now, content_of(value))
+            return
+        if key in places:
+            places[key].put(value)
+        elif (held := holders.get(key[:-1])) is None:
+            parent = places.get(key[:-1])
+            if parent is None or not isinstance(parent.now(), Refusing):
+                raise RuntimeError(sentence(_shown(key)))
+        elif isinstance(held, list) and key[-1] >= len(held):
+            held.append(value)
+        else:
+            held[self._hooks.item(key)] = value
+        if isinstance(value, dict | list):
+            holders[key] = value
+
+    def _may_read(self, key: Key) -> bool:
+        """Whether a module may use its attribute as it runs on fake tensors."""
+        if len(key) > 2 and key[1] in OF_MODULE:
+            return False
+        return not is_of_torch(dict(self._hooks.named_modules())[key[0]])
+
+
+def _is_alike(own: _Sent, theirs: _Sent, key: Key) -> bool:
+    """Whether two ranks have changed a place alike, but for what may be counts of their hooks."""
+    mine, value = own.values[key], theirs.values[key]
+    if type(mine) is not type(value):
+        return False
+    if isinstance(mine, dict | list):
+        return True
+    if isinstance(mine, Tensor):
+        return mine.shape == value.shape and torch.equal(mine.cpu(), value.cpu())
+    may_count = isinstance(mine, int | float) and not isinstance(mine, bool) and key[1] in OF_MODULE
+    return mark_of(mine, True) == mark_of(value, True) and (not may_count or key in own.new & theirs.new)
+
+
+def _mark(value: Any) -> tuple[Any, Any]:
+    """The value, and what changes within it."""
+    if isinstance(value, Tensor):
+        return value, 0 if value.is_inference() or is_fake(value) else value._version
+    if isinstance(value, _CONTAINERS):
+        return value, [*map(id, value)]
+    return value, mark_of(value, True) if isinstance(value, (*SIMPLE, np.ndarray)) else None
+
+
+def _is_other(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
+    return before[1] != now[1] or (before[0] is not now[0] and not isinstance(now[0], SIMPLE))
+
+
+def _sent(value: Any, most_bytes: int) -> Any:
+    """What is sent of a value: itself, an empty container, or only what it is."""
+    if type(value) in (dict, list):
+        return type(value)()
+    if type(value) is Tensor and value.layout is torch.strided and not value.is_meta and not value.is_quantized:
+        return value.detach() if value.nbytes <= most_bytes else _Opaque("")
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes <= most_bytes:
+        return value
+    if type(value) in _CONTAINERS:
+        items = [_sent(item, most_bytes) for item in value]
+        is_whole = not any(isinstance(item, _Opaque | dict | list) for item in items)
+        return type(value)(items) if is_whole else _Opaque(type(value).__qualname__)
+    return value if isinstance(value, SIMPLE) else _Opaque(type(value).__qualname__)
+
+
+def _device_of(value: Any) -> str | None:
+    held = value if isinstance(value, tuple) else (value,)
+    return next((t.device.type for t in held if isinstance(t, Tensor) and t.device.type != "cpu"), None)
+
+
+def _last_first(key: Key) -> int:
+    return -key[-1] if isinstance(key[-1], int) else 0
+
+
+def _shown(key: Key) -> str:
+    return ".".join(map(str, key[3:] if len(key) > 2 and key[1] in OF_MODULE else filter(None, key)))
