@@ -159,7 +159,7 @@ def _is_returned(value: Any, known: Mapping[int, str], depth: int = _DEPTH) -> b
     if kind in _CONTAINERS and depth:
         return all(_is_returned(item, known, depth - 1) for item in value)
     if kind in _MAPPINGS and depth:
-        return all(is_data(key) and _is_returned(item, known, depth - 1) for key, item in value.items())
+        return all(_is_returned(each, known, depth - 1) for item in value.items() for each in item)
     by_name = kind.__module__ != "__main__" and "<locals>" not in kind.__qualname__
     if not depth or not is_users_object(value) or not (by_name or id(kind) in known) or isinstance(value, (dict, list)):
         return False

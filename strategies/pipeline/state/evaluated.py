@@ -19,7 +19,7 @@ from lockstep.strategies.modules.parameter_hooks import OF_MODULE
 from lockstep.strategies.pipeline.shapes.fake_tensors import is_fake
 from lockstep.strategies.pipeline.state.hook_slots import HookSlots, refusing, sentence
 from lockstep.strategies.pipeline.state.marks import SIMPLE, content_of, mark_of, put_content
-from lockstep.strategies.pipeline.state.reached import Key, Place, Reached
+from lockstep.strategies.pipeline.state.reached import Holder, Key, Place, Reached
 
 _FIRST, _FEW_BYTES, _MOST_BYTES = 4, 2**20, 2**26
 """Steps that are all compared; bytes of what is sent again and again, and once."""
@@ -75,7 +75,7 @@ class Evaluated:
 
     # ---- helpers ---------------------------------------------------------------------------------------
 
-    def _places(self, holders: dict[Key, Any]) -> dict[Key, Place]:
+    def _places(self, holders: dict[Key, Holder]) -> dict[Key, Place]:
         """Of modules by path and attribute, and of hooks."""
         named = dict(self._hooks.named_modules())
         metrics = {part for module in named.values() if is_metric(module) for part in module.modules()}
@@ -95,11 +95,11 @@ class Evaluated:
         if not any(each.values or each.gone for each in found):
             return
         self._keeps = True
+        holders: dict[Key, Holder] = {}
+        places = self._places(holders)
         by_list = [key for each in found for key in each.lists]
         if (twice := next((key for key in by_list if by_list.count(key) > 1), None)) is not None:
-            raise RuntimeError(sentence(_shown(twice)))
-        holders: dict[Key, Any] = {}
-        places = self._places(holders)
+            raise RuntimeError(sentence(holders[twice].name if twice in holders else _shown(twice)))
         for theirs in (each for each in found if each is not own):
             for key in sorted(theirs.gone, key=_last_first):
                 if key in places:
@@ -116,10 +116,12 @@ class Evaluated:
         sent, before = _Sent({}, set(), [], set(), {}), self._before
         if before is None:  # the step has not called the module
             return sent
-        holders: dict[Key, Any] = {}
+        holders: dict[Key, Holder] = {}
         now = self._places(holders)
         sent.gone.extend(key for key in before if key not in now)
-        sent.lists.update(key[:-1] for key in sent.gone if isinstance(holders.get(key[:-1]), list))
+        sent.lists.update(
+            key[:-1] for key in sent.gone if isinstance(getattr(holders.get(key[:-1]), "held", None), list)
+        )
         for key, place in now.items():
             value = place.now()
             if key in before and not _is_other(before[key], _mark(value)):
@@ -135,7 +137,7 @@ class Evaluated:
                 sent.devices[key] = kind
         return sent
 
-    def _put(self, key: Key, value: Any, places: dict[Key, Place], holders: dict[Key, Any]) -> None:
+    def _put(self, key: Key, value: Any, places: dict[Key, Place], holders: dict[Key, Holder]) -> None:
         """Let this rank have what another has set."""
         now = places[key].now() if key in places else None
         if isinstance(value, _Opaque):
@@ -149,16 +151,16 @@ class Evaluated:
             return
         if key in places:
             places[key].put(value)
-        elif (held := holders.get(key[:-1])) is None:
+        elif (holder := holders.get(key[:-1])) is None:
             parent = places.get(key[:-1])
             if parent is None or not isinstance(parent.now(), Refusing):
                 raise RuntimeError(sentence(_shown(key)))
-        elif isinstance(held, list) and key[-1] >= len(held):
-            held.append(value)
+        elif isinstance(holder.held, list) and key[-1] >= len(holder.held):
+            holder.held.append(value)
         else:
-            held[self._hooks.item(key)] = value
+            holder.held[self._hooks.item(key)] = value
         if isinstance(value, dict | list):
-            holders[key] = value
+            holders[key] = Holder(value, _shown(key), is_object=False)
 
     def _may_read(self, key: Key) -> bool:
         """Whether a module may use its attribute as it runs on fake tensors."""

@@ -17,7 +17,7 @@ from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.modules.parameter_hooks import OF_MODULE, users_hooks
 from lockstep.strategies.pipeline.shapes.fake_tensors import is_fake
 from lockstep.strategies.pipeline.state.marks import content_of, mark_of, put_content
-from lockstep.strategies.pipeline.state.reached import Key, OfModule, Place, Reached
+from lockstep.strategies.pipeline.state.reached import Holder, Key, OfModule, Place, Reached
 from lockstep.strategies.sync.collectives import gather_objects
 
 _OF_A_PART = (Tensor, float, complex, np.ndarray, np.floating, np.complexfloating)
@@ -82,14 +82,13 @@ class HookSlots:
         """Let what is partial on a rank refuse any use on all of them, which call it."""
         found = self.gather([*self.partial])
         self.partial |= {key for keys in found for key in keys if key[:3] in self._hooks}
-        holders: dict[Key, Any] = {}
+        holders: dict[Key, Holder] = {}
         known = dict(self.places(holders)) if self.partial else {}
         for key in self.partial - known.keys():
-            name = ".".join(map(str, key[3:]))
-            if key[:-1] not in holders:
-                raise RuntimeError(sentence(name))
-            if isinstance(holders[key[:-1]], dict):
-                holders[key[:-1]][self.item(key)] = refusing(name)
+            if (holder := holders.get(key[:-1])) is None:
+                raise RuntimeError(sentence(".".join(map(str, key[3:]))))
+            if isinstance(holder.held, dict):
+                holder.held[self.item(key)] = refusing(holder.shown(key[-1]))
         self.refuse()
 
     def gather(self, value: Any) -> list[Any]:
@@ -105,7 +104,7 @@ class HookSlots:
         return dict(self.named_modules())[key[-1].path] if isinstance(key[-1], OfModule) else key[-1]
 
     def places(
-        self, holders: dict[Key, Any] | None = None, known: Collection[int] | None = None
+        self, holders: dict[Key, Holder] | None = None, known: Collection[int] | None = None
     ) -> Iterator[tuple[Key, Place]]:
         """All of them, without what is `known` by its id: without it what modules have in dicts and lists."""
         paths = {module: path for path, module in self.named_modules()} if self._hooks else {}

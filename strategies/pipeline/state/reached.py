@@ -48,6 +48,19 @@ class OfModule(NamedTuple):
     path: str
 
 
+class Holder(NamedTuple):
+    """A dict or list in which there may be more; `is_object`: of the attributes of an object."""
+
+    held: Any
+    name: str
+    is_object: bool
+
+    def shown(self, step: Any) -> str:
+        """The name of an item."""
+        step = step[0] if isinstance(step, OfModule) else step if self.is_object else repr(step)
+        return f"{self.name}.{step}".lstrip(".") if self.is_object else f"{self.name}[{step}]"
+
+
 class Reached:
     """The places that a hook may change: variables of its closure, attributes of its owner, arguments of a partial, and
     what containers and objects of the user's in these hold. `paths` are those of modules."""
@@ -56,16 +69,15 @@ class Reached:
         """`seen`: the ids of what is not to be searched."""
         self._root, self._seen, self._paths = root, seen, paths
         self.places: dict[Key, Place] = {}
-        self.holders: dict[Key, Any] = {}
-        """Dicts and lists in which there may be more."""
+        self.holders: dict[Key, Holder] = {}
 
     def module(self, module: nn.Module, name: str) -> None:
         """The attributes of a module beside torch's own."""
         own = vars(module)
-        self.holders[self._root] = own
+        self.holders[self._root] = holder = Holder(own, name, is_object=True)
         for key, value in own.items():
             if key not in OF_TORCH and not isinstance(value, nn.Module):
-                self._place(Place(own, key, f"{name}.{key}".lstrip(".")), value, (key,), _DEPTH)
+                self._place(Place(own, key, holder.shown(key)), value, (key,), _DEPTH)
 
     def function(self, function: Any, steps: Key = (), nested: int = _NESTED) -> None:
         if isinstance(function, functools.partial):
@@ -102,14 +114,12 @@ class Reached:
         if held is None or id(value) in self._seen or not depth:
             return
         self._seen.add(id(value))
-        self.holders[self._root + steps] = held
+        self.holders[self._root + steps] = holder = Holder(held, name, held is not value)
         items = dict(held) if isinstance(held, dict) else dict(enumerate(held))
         for key, item in items.items() if len(items) <= _MOST else ():
             step = OfModule(self._paths.get(key, "")) if isinstance(key, nn.Module) else key
             if isinstance(step, str | int | OfModule) and not isinstance(item, nn.Module):
-                shown = f"{name}[{step[0] if isinstance(step, OfModule) else step!r}]"
-                shown = shown if held is value else f"{name}.{key}"
-                self._place(Place(held, key, shown), item, (*steps, step), depth - 1)
+                self._place(Place(held, key, holder.shown(step)), item, (*steps, step), depth - 1)
 
 
 @functools.cache

@@ -26,11 +26,19 @@ class Monitor(Callback):
     def __init__(self, how: str, reads: bool = False) -> None:
         self.how, self.reads, self.read = how, reads, list[float]()
         self.means, self.last, self.all = dict[str, Any](), 0.0, list[Tensor]()
+        self.by_layer, self.layers = dict[nn.Module, float](), list[nn.Module]()
         self.handles: list[Any] = []
+
+    def read_last(self) -> float:
+        """What the hook of the last layer has kept."""
+        if self.how == "modules":
+            return float(self.by_layer[self.layers[-1]])
+        return float(self.last if self.how == "attribute" else self.means["4"])
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         for name, layer in pl_module.net.named_children():
             if isinstance(layer, nn.Linear):
+                self.layers.append(layer)
                 self.handles.append(layer.register_forward_hook(functools.partial(self.note, name)))
 
     on_test_start = on_fit_start
@@ -40,6 +48,8 @@ class Monitor(Callback):
             self.means[name] = output.detach().mean()
         elif self.how == "numbers":
             self.means[name] = float(output.detach().mean())
+        elif self.how == "modules":
+            self.by_layer[layer] = float(output.detach().mean())
         elif self.how == "attribute":
             self.last = float(output.detach().mean())
         else:
@@ -47,7 +57,7 @@ class Monitor(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.reads:
-            self.read += [float(self.last), *map(float, self.means.values())]
+            self.read += [float(self.last), *map(float, (*self.means.values(), *self.by_layer.values()))]
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         for handle in self.handles:
@@ -67,25 +77,44 @@ class Classifying(Base):
 MESSAGE = "a hook of a layer has set Monitor.{}, but in a pipeline only the rank that runs the layer calls it"
 
 
-@pytest.mark.parametrize("stage", ["fit", "validate in fit", "test"])
-@pytest.mark.parametrize("how", ["tensors", "numbers", "attribute"])
-def test_what_hooks_of_layers_measure_refuses_any_use_after_a_run(how: str, stage: str) -> None:
+@pytest.mark.parametrize("how", ["tensors", "numbers", "attribute", "modules"])
+def test_what_hooks_of_layers_measure_refuses_any_use_after_a_run(how: str) -> None:
     callback, data = Monitor(how), DataLoader(samples(24), 8)
     trainer = quiet(strategy="pipeline", devices=2, max_epochs=1, precision="64-true", callbacks=[callback])
-    if stage == "test":
-        trainer.test(Classifying(), data, verbose=False)
-    else:
-        trainer.fit(Classifying(), data, data if stage != "fit" else None)
-    name = "last" if how == "attribute" else r"means\['4'\]"
+    trainer.fit(Classifying(), data)
+    name = {"attribute": "last", "modules": r"by_layer\[net\.4\]"}.get(how, r"means\['4'\]")
     with pytest.raises(RuntimeError, match=MESSAGE.format(name)):
-        float(callback.last if how == "attribute" else callback.means["4"])
+        callback.read_last()
 
 
-@pytest.mark.parametrize("how", ["tensors", "numbers", "attribute"])
+@pytest.mark.parametrize("stage", ["validate in fit", "test"])
+@pytest.mark.parametrize("how", ["tensors", "numbers", "modules"])
+def test_what_hooks_of_layers_measure_in_an_evaluation_is_that_of_one_process(how: str, stage: str) -> None:
+    found = []
+    for strategy, devices in (("single", 1), ("pipeline", 2)):
+        callback, module, data = Monitor(how), Classifying(), DataLoader(samples(24), 8)
+        trainer = quiet(strategy=strategy, devices=devices, max_epochs=1, precision="64-true", callbacks=[callback])
+        if stage == "test":
+            trainer.test(module, data, verbose=False)
+        else:
+            trainer.fit(module, data, data)
+        found.append(callback.read_last())
+    assert found[1] == pytest.approx(found[0], abs=1e-12)
+
+
+@pytest.mark.parametrize("how", ["tensors", "numbers", "attribute", "modules"])
 def test_what_hooks_of_layers_measure_refuses_any_use_in_a_run(how: str) -> None:
     trainer = quiet(strategy="pipeline", devices=2, max_epochs=1, precision="64-true", callbacks=[Monitor(how, True)])
-    with pytest.raises(RuntimeError, match=MESSAGE.format("(last|means.*)")):
+    with pytest.raises(RuntimeError, match=MESSAGE.format("(last|means.*|by_layer.*)")):
         trainer.fit(Classifying(), DataLoader(samples(24), 8))
+
+
+def test_what_hooks_on_two_ranks_set_in_an_evaluation_refuses_any_use() -> None:
+    callback = Monitor("attribute")
+    trainer = quiet(strategy="pipeline", devices=2, precision="64-true", callbacks=[callback])
+    trainer.test(Classifying(), DataLoader(samples(24), 8), verbose=False)
+    with pytest.raises(RuntimeError, match=MESSAGE.format("last")):
+        callback.read_last()
 
 
 def test_what_hooks_of_layers_collect_in_an_evaluation_is_refused() -> None:

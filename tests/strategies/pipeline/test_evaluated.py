@@ -1,0 +1,145 @@
+"""What layers and hooks on them keep in an evaluation is on every rank what one process has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lockstep.callbacks import Callback
+from tests.strategies.pipeline.classifiers import Base, samples
+from tests.trainer.toy import quiet
+
+pytestmark = pytest.mark.ranks
+
+KEPT: list[float] = []
+
+
+class Classifying(Base):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx))
+
+
+class Reading(Callback):
+    """A hook of the last layer keeps something in each validation step, which rank 0 reads after it."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.rows = how, list[Any]()
+        self.mean, self.text, self.shape, self.count, self.first = 0.0, "", (), 0, 0
+        self.means, self.layers, self.all = dict[str, Any](), dict[nn.Module, float](), list[Tensor]()
+        self.output: Any = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net[4].register_forward_hook(self.note)
+        pl_module.net[0].register_forward_hook(self.note_first)
+
+    def note_first(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        if not layer.training:
+            self.first += 1
+
+    def note(self, layer: Any, args: Any, output: Tensor) -> None:
+        if layer.training:
+            return
+        if self.how == "numbers":
+            self.mean, self.text, self.shape = float(output.mean()), f"{len(output)} rows", (*output.shape,)
+            self.count += 1
+        elif self.how == "items":
+            self.means["mean"], self.layers[layer] = output.mean(), float(output.mean())
+        elif self.how == "lists":
+            self.all.append(output)
+            KEPT.append(float(output.mean()))
+        else:
+            layer.mean, self.output = float(output.mean()), output
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **options: Any) -> None:
+        layer = pl_module.net[4]
+        if trainer.is_global_zero:
+            found = {
+                "numbers": lambda: [self.mean, self.text, self.shape, self.count, self.first],
+                "items": lambda: [float(self.means["mean"]), self.layers[layer]],
+                "lists": lambda: [len(self.all), *(float(each.mean()) for each in self.all), *KEPT],
+                "layers": lambda: [layer.mean, float(self.output.mean())],
+            }
+            self.rows.append(found[self.how]())
+        self.all.clear()
+
+
+class Measured(nn.Linear):
+    """Keeps what it measures in an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16, dtype=torch.float64)
+        self.mean = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.mean = x.detach().mean()
+        return super().forward(x)
+
+
+class ReadingLayers(Classifying):
+    """Rank 0 reads what a layer of the last stage has kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net[2], self.rows = Measured(), list[float]()
+
+    def on_validation_batch_end(self, *args: Any, **options: Any) -> None:
+        if self.trainer.is_global_zero:
+            self.rows.append(float(self.net[2].mean))
+
+
+def rows(strategy: str, devices: int, make: Callable[[], tuple[Classifying, list[Any]]]) -> list[Any]:
+    KEPT.clear()
+    module, callbacks = make()
+    options = {"strategy": strategy, "devices": devices, "precision": "64-true", "seed": 0, "split_batches": True}
+    data = DataLoader(samples(22), 8)
+    quiet(max_epochs=2, callbacks=callbacks, **options).fit(module, data, data)
+    return (callbacks[0] if callbacks else module).rows
+
+
+def same(make: Callable[[], tuple[Classifying, list[Any]]]) -> None:
+    one, two = rows("single", 1, make), rows("pipeline", 2, make)
+    assert len(one) == len(two) == 6
+    assert two == [pytest.approx(each, abs=1e-12) if isinstance(each, float) else approximately(each) for each in one]
+
+
+def approximately(row: list[Any]) -> list[Any]:
+    return [pytest.approx(each, abs=1e-12) if isinstance(each, float) else each for each in row]
+
+
+@pytest.mark.parametrize("how", ["numbers", "items", "lists", "layers"])
+def test_rank_0_reads_after_each_batch_what_hooks_of_other_ranks_have_kept(how: str) -> None:
+    same(lambda: (Classifying(), [Reading(how)]))
+
+
+def test_rank_0_reads_after_each_batch_what_a_layer_of_another_rank_has_kept() -> None:
+    same(lambda: (ReadingLayers(), []))
+
+
+class Adding(Callback):
+    """Hooks on layers of both ranks add to one number."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        for i in (0, 4):
+            pl_module.net[i].register_forward_hook(self.note)
+
+    def note(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        self.total += float(output.mean())
+
+
+def test_a_sum_to_which_hooks_on_two_ranks_add_in_an_evaluation_is_refused() -> None:
+    class Testing(Classifying):
+        test_step = Classifying.validation_step
+
+    trainer = quiet(strategy="pipeline", devices=2, precision="64-true", callbacks=[Adding()])
+    with pytest.raises(RuntimeError, match=r"a hook of a layer has set Adding\.total"):
+        trainer.test(Testing(), DataLoader(samples(24), 8), verbose=False)
