@@ -38,7 +38,7 @@ from lockstep.strategies.sync.contents import (
     generators,
 )
 from lockstep.trainer.hparams import Namespace
-from lockstep.trainer.kept.fields import caches_of, fields, put
+from lockstep.trainer.kept.fields import caches_of, drop, fields, put
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, bytearray, range, Tensor, np.ndarray, Fraction, Refusing}
 _PLAIN |= {Decimal, UUID, date, datetime, time, timedelta, torch.dtype, torch.device, torch.Size}
@@ -85,6 +85,13 @@ def filled(now: Any, value: Any) -> Any:
             value = {key: filled(now.get(key), item) for key, item in value.items()}
         now.clear()
         now.extend(value) if isinstance(now, (list, deque)) else now.update(value)
+        return now
+    if is_record(now) and not getattr(getattr(now, "__dataclass_params__", None), "frozen", False):
+        held, theirs = fields(now), fields(value)
+        for name in held.keys() - theirs.keys():
+            drop(now, name)
+        for name, item in theirs.items():
+            put(now, name, filled(held.get(name), item))
         return now
     if isinstance(now, bytearray):
         now[:] = value

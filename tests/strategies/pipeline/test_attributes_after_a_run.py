@@ -137,6 +137,24 @@ def test_what_no_layer_changes_is_shared_after_a_run() -> None:
     assert all(module.net.layers[i].config is module.config for i in (1, 3))
 
 
+class Building(Scaling):
+    """Notes in a record that others share that it was called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self.config, "built"):
+            self.config.built = "in float64"  # type: ignore[attr-defined]
+        return super().forward(x)
+
+
+def test_a_record_that_a_layer_of_another_rank_changes_stays_the_same_object() -> None:
+    module = Keeping()
+    module.config = config = Config()
+    module.net.layers[3] = Building(config)
+    fit(module, "pipeline", 2, max_epochs=1)
+    assert module.net.layers[3].config is module.config is config
+    assert config.built == "in float64"  # type: ignore[attr-defined]
+
+
 class Noting(Base):
     """Has an object that parameters of two stages hold, and changes others of theirs in a hook."""
 
