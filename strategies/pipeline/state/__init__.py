@@ -12,6 +12,7 @@
 | number in what is not an attribute or a dict in one | objects, lists, globals, classes | watched |
 | content of an array, a tensor, a closure | anywhere | watched |
 | tensor, float that hooks of layers set | variables, objects (`hook_slots`) | partial |
+| what layers and hooks set in evaluations | attributes, variables, objects (`evaluated`) | sent to all ranks |
 | list that grows | attributes | refused; in globals it may |
 | parameter or buffer that is changed in place | modules | refused; metrics and statistics count parts |
 | iterator | attributes | gives no items in a step |

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import time
 from typing import Any
@@ -346,3 +347,35 @@ def test_layers_exchanged_where_not_all_ranks_do_it_are_refused() -> None:
         fit(module, "pipeline", 2, max_epochs=1)
     with pytest.raises(RuntimeError, match=r"changes net\.3 after it has called the pipelined module"):
         fit(Exchanging("after the call"), "pipeline", 2, max_epochs=1)
+
+
+CALLS = {"scale": 1.0}
+
+
+def decayed() -> float:
+    CALLS["scale"] *= 0.9
+    return CALLS["scale"]
+
+
+class Schedule:
+    def now(self) -> float:
+        return decayed()
+
+
+class Scheduled(Base):
+    """Multiplies the loss by what a function in an attribute makes of a global."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        kinds = {"function": decayed, "item": [decayed], "partial": functools.partial(decayed), "object": Schedule()}
+        self.scale: Any = kinds[how]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scale = self.scale[0] if isinstance(self.scale, list) else getattr(self.scale, "now", self.scale)
+        return super().training_step(batch, batch_idx) * scale()
+
+
+@pytest.mark.parametrize("how", ["function", "item", "partial", "object"])
+def test_globals_that_functions_in_attributes_change_are_refused_by_name(how: str) -> None:
+    with pytest.raises(RuntimeError, match=r"training_step changes the global CALLS\['scale'\]"):
+        fit(Scheduled(how), "pipeline", 2, max_epochs=1)
