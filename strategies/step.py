@@ -252,7 +252,8 @@ class SPMDStep(ManualOptimization[W]):
         if self._in_group:
             self.finish_gradients(wrapped)
         if self.virtual_ranks and (mine := self.local_gradients(wrapped)):  # after the sum, which would round otherwise
-            torch._foreach_mul_(mine, scale)
+            if scale != 1.0:
+                torch._foreach_mul_(mine, scale)
             torch._foreach_add_(mine, 0.0)  # zero loses its sign
         if not self.sees_whole_gradients:
             self._check_changes()

@@ -6,6 +6,7 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import repeat
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -228,6 +229,31 @@ def _is_other(one: Any, other: Any) -> bool:
     return one is not other and (type(one) is not type(other) or not isinstance(other, _PLAIN) or differ(one, other))
 
 
+class UserAttributes:
+    """Attributes of layers of the user's classes but for those that torch gives every module, of which only modes and
+    kinds of hooks are numbers: a step has far more of these."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._own = [(layer, vars(layer)) for layer in layers]
+        self._tables = [own for _, own in self._own]
+        self._find()
+
+    def _find(self) -> None:
+        self._lengths = [*map(len, self._tables)]
+        self._places = [(layer, name) for layer, own in self._own for name in own if name not in _TABLES]
+        self._dicts = [vars(layer) for layer, _ in self._places]
+        self._names = [name for _, name in self._places]
+
+    def now(self) -> Iterator[tuple[tuple[nn.Module, str], Any]]:
+        values = [*map(dict.get, self._dicts, self._names, repeat(_GONE))]
+        if [*map(len, self._tables)] != self._lengths or any(map(operator.is_, values, repeat(_GONE))):
+            self._find()
+            values = [*map(dict.get, self._dicts, self._names)]
+        return zip(self._places, values, strict=True)
+
+
+_TABLES = OF_TORCH - {"training", "_is_full_backward_hook"}
+_GONE = object()
 _PLAIN = (type(None), bool, int, float, complex, str, tuple)
 
 

@@ -62,8 +62,9 @@ class VirtualReplicas(VirtualStep):
     ) -> StepResult:
         result = super().forward_backward(wrapped, step_fn, window, hooks)
         if self._in_group:  # those of share 0
-            self._shapes.follow(wrapped.modules())
-            share_buffers(wrapped.modules())
+            modules = [module for module in wrapped.modules() if module._buffers]
+            self._shapes.follow(modules)
+            share_buffers(modules)
         return result
 
     def run_step(self, wrapped: nn.Module, step_fn: StepFn) -> StepFn:

@@ -73,8 +73,9 @@ class VirtualSharded(ShardedStrategy, VirtualStep["MeshModel"]):
                 "reduced for each loss; set accumulate_grad_batches=1, or use strategy='ddp'"
             )
         result = super().forward_backward(wrapped, step_fn, window, hooks)
-        self._shapes.follow(self.unwrap(wrapped).modules())
-        share_buffers(self.unwrap(wrapped).modules())
+        modules = [module for module in self.unwrap(wrapped).modules() if module._buffers]
+        self._shapes.follow(modules)
+        share_buffers(modules)
         return result
 
     def evaluate(self, *args: Any, **options: Any) -> Any:

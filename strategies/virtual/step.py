@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -119,8 +119,7 @@ class VirtualStep(ShareHooks[W], SPMDStrategy[W]):
                     self.set_gradient_sync(wrapped, ends)
                 call = run if micro_batch.num_samples else self.run_padding(wrapped, step_fn)
                 if not i:  # hooks of the batch may freeze; weights that they change would be other ones on each rank
-                    now = self._weights()
-                    before = [(*was[:2], trained) for was, (*_, trained) in zip(before, now, strict=True)]
+                    before = before._replace(trained=[*map(_TRAINED, self._watched)])
                 marks = gradient_marks(self._watched)
                 with self.precision.autocast(self.topology.device):
                     output = call(micro_batch.batch, micro_batch.batch_idx)
@@ -204,18 +203,19 @@ class VirtualStep(ShareHooks[W], SPMDStrategy[W]):
         finally:
             self._refusal = before
 
-    def _weights(self, begins: bool = False) -> list[tuple[int, Any, bool]]:
+    def _weights(self, begins: bool = False) -> _Weights:
         """What tells whether parameters were changed, also by assigning to `data`, frozen or unfrozen. In the first
         windows, each of which `begins` with a call, that is their bits too: writes through numpy leave no other trace.
         """
         self._num_windows += begins
-        looks = self._num_windows <= LOOKS
-        return [(p._version, (_place(p), _bits(p) if looks else 0), p.requires_grad) for p in self._watched]
+        held = self._watched
+        bits = [*map(_bits, held)] if self._num_windows <= LOOKS else [0] * len(held)
+        return _Weights([*map(_VERSION, held)], [*map(_place, held)], bits, [*map(_TRAINED, held)])
 
-    def _changed(self, wrapped: W, before: list[tuple[int, Any, bool]], marks: Any) -> RuntimeError:
+    def _changed(self, wrapped: W, before: _Weights, marks: Any) -> RuntimeError:
         """What to raise for a step that changed parameters or their gradients by itself."""
         names = {id(p): name for name, p in self.unwrap(wrapped).named_parameters()}
-        pairs = zip(self._watched, before, self._weights(), strict=True)
+        pairs = zip(self._watched, zip(*before, strict=True), zip(*self._weights(), strict=True), strict=True)
         changed = [names.get(id(p), "?") for p, was, now in pairs if was != now]
         if not changed:
             return own_backward(remarked(self.unwrap(wrapped).named_parameters(), marks))
@@ -281,8 +281,21 @@ def alone(step_fn: StepFn, agreement: StepAgreement | None, refusal: str) -> Ste
     return run
 
 
+class _Weights(NamedTuple):
+    """What tells of each parameter whether it was changed."""
+
+    versions: list[int]
+    places: list[int]
+    bits: list[int]
+    trained: list[bool]
+
+
+_VERSION, _TRAINED = attrgetter("_version"), attrgetter("requires_grad")
+
+
 def _place(parameter: nn.Parameter) -> int:
-    return int(getattr(parameter, "_local_tensor", parameter).untyped_storage()._cdata)
+    own = parameter if type(parameter) is nn.Parameter else getattr(parameter, "_local_tensor", parameter)
+    return own.untyped_storage()._cdata
 
 
 def _bits(parameter: nn.Parameter) -> int:

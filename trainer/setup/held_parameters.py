@@ -22,7 +22,7 @@ from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES
 from lockstep.trainer.kept.fields import dict_of, fields
 from lockstep.trainer.kept.values import slots
 from lockstep.trainer.metrics.groups import fix_groups
-from lockstep.trainer.shares.user_state import is_theirs
+from lockstep.trainer.shares.search import is_theirs
 
 if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState

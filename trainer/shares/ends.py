@@ -22,7 +22,8 @@ from lockstep.strategies.modules.side_effect_free import differ
 from lockstep.trainer.metrics.gathering import gather_values
 from lockstep.trainer.run.hooks import is_users
 from lockstep.trainer.seeding import rng_state, set_rng_state
-from lockstep.trainer.shares.user_state import Marks, UserState
+from lockstep.trainer.shares.search import Marks
+from lockstep.trainer.shares.user_state import UserState
 
 if TYPE_CHECKING:
     from lockstep.trainer.module import Module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor
@@ -20,13 +21,15 @@ class OptimizerValues:
 
     def __init__(self, optimizers: Collection[Optimizer], watches_state: bool) -> None:
         self._optimizers, self._watches_state = optimizers, watches_state
-        self._begun, self._state = self._numbers(), self._marks()
+        self._begun, self._held = self._numbers(), self._state()
+        self._tensors = [getattr(value, "_local_tensor", value) for value in self._held if isinstance(value, Tensor)]
+        self._versions = [*map(_VERSION, self._tensors)]
         self._left: list[dict[str, Any]] | None = None
         """As the share before has left them."""
 
     @property
     def are_changed(self) -> bool:
-        return self._state != self._marks() or not all(map(same, self._numbers(), self._begun))
+        return self._is_other() or not all(map(same, self._numbers(), self._begun))
 
     def end_share(self) -> None:
         """Let the next share begin with what this one began with.
@@ -44,7 +47,7 @@ class OptimizerValues:
 
     def refuse_changed_state(self) -> None:
         """Called before another share of the window begins."""
-        if self._state != self._marks():
+        if self._is_other():
             raise RuntimeError(
                 "training_step or a hook of a batch changed the state of an optimizer, which the shares of this rank "
                 "have in common; change it in a hook such as on_before_zero_grad"
@@ -64,21 +67,29 @@ class OptimizerValues:
     def _numbers(self) -> list[dict[str, Any]]:
         return [numbers_of(group) for group in self._groups()]
 
-    def _marks(self) -> list[Any]:
+    def _is_other(self) -> bool:
+        """Whether the state or an attribute was replaced, or a tensor of the state written to."""
+        now = self._state()
+        return (
+            len(now) != len(self._held)
+            or not (all(map(is_, now, self._held)) or all(map(_same, now, self._held)))
+            or [*map(_VERSION, self._tensors)] != self._versions
+        )
+
+    def _state(self) -> list[Any]:
+        """What the state holds, and names and values of attributes."""
         if not self._watches_state:
             return []
         states = [getattr(optimizer.state, "held", optimizer.state) for optimizer in self._optimizers]
         entries = [entry for state in states for entry in state.values() if isinstance(entry, dict)]
-        own = [
-            item for optimizer in self._optimizers for item in vars(optimizer).items() if isinstance(item[1], _PLAIN)
-        ]
-        return [*own, *(_mark(value) for entry in entries for value in entry.values())]
+        own = [vars(optimizer).items() for optimizer in self._optimizers]
+        held = [part for items in own for item in items if isinstance(item[1], _PLAIN) for part in item]
+        return held + [value for entry in entries for value in entry.values()]
 
 
 _PLAIN = (int, float, str)
+_VERSION = attrgetter("_version")
 
 
-def _mark(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value if isinstance(value, _PLAIN) else id(value)
-    return id(value), getattr(value, "_local_tensor", value)._version
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, _PLAIN) and isinstance(other, _PLAIN) and one == other)

@@ -5,7 +5,7 @@ A share is what a rank would compute if there were `virtual_ranks` of them. Rank
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.modules.blocks import OF_TORCH
 from lockstep.strategies.modules.model_changes import shortened
-from lockstep.strategies.modules.side_effect_free import PlainAttributes, PlainValues, differ
+from lockstep.strategies.modules.side_effect_free import PlainAttributes, PlainValues, UserAttributes, differ
 from lockstep.trainer.checkpoint.rank_state import on_device_of, torchmetrics_of
 from lockstep.trainer.metrics.model_parts import Parts
 from lockstep.trainer.metrics.updates import put_rows
@@ -62,7 +61,7 @@ class Shares:
         self._of_optimizers = OptimizerValues((), False)
         self.evaluated = EvaluatedModel(run, module)
         self._modules: list[nn.Module] = []
-        self._users: list[nn.Module] = []
+        self._users = UserAttributes([])
 
     @property
     def own(self) -> tuple[int, ...]:
@@ -140,9 +139,9 @@ class Shares:
             self.evaluated.begin()
             return
         self._modules = [module for _, module in parts.parts]
-        self._users = [module for _, module in parts.users]
+        self._users = parts.attributes
         self._buffers = [_Buffer(*place) for place in self._places()]
-        self._values, self._plain = _values(self._users), (parts.plain, parts.plain.now())
+        self._values, self._plain = _values(self._users.now()), (parts.plain, parts.plain.now())
         self._of_optimizers = OptimizerValues(self._run.optimizers.values(), len(self.own) > 1)
 
     def _places(self) -> list[tuple[nn.Module, str]]:
@@ -157,9 +156,9 @@ class Shares:
         if self._run.evaluating:
             self._end_evaluated()
             return
-        wrong = [key for key, value in _values(self._users).items() if _differ(self._values.get(key), value)]
+        wrong = [key for key, value in _values(self._users.now()).items() if _differ(self._values.get(key), value)]
         wrong += self._plain[1].changed(self._plain[0].now())
-        remembered = self.state.end() if self._keeps_state else []
+        remembered = self.state.end(follows=True) if self._keeps_state else []
         if changed := self._named(wrong) if wrong else remembered:
             raise RuntimeError(
                 f"training_step changed {shortened(changed)}, which would depend on how many shares or learners a rank "
@@ -180,7 +179,7 @@ class Shares:
 
     def _end_evaluated(self) -> None:
         self.evaluated.end_share()
-        if changed := self.state.end() if self._keeps_state else []:
+        if changed := self.state.end(follows=True) if self._keeps_state else []:
             raise RuntimeError(
                 f"a step or hook of a batch changed {shortened(changed)} in an evaluation, so that what reads it would "
                 "depend on how many shares or learners a rank runs; log the value in the step, or a torchmetrics "
@@ -293,19 +292,18 @@ def _count(state: MetricState) -> int:
 _NONE = PlainAttributes([]), PlainValues([], [])
 
 
-def _values(modules: list[nn.Module]) -> Values:
+def _values(attributes: Iterable[tuple[tuple[nn.Module, str], Any]]) -> Values:
     """The numbers and tensors among the attributes of modules, with what tells whether a tensor has changed."""
     found: Values = {}
-    for module in modules:
-        for key, value in vars(module).items():
-            if isinstance(value, (int, float, complex)):
-                found[module, key] = value
-            elif isinstance(value, Tensor):
-                found[module, key] = (value, value._version)
-            elif type(value) is dict and value and key not in OF_TORCH:
-                for name, item in value.items():
-                    if isinstance(item, (int, float, complex)):
-                        found[module, f"{key}[{name!r}]"] = item
+    for place, value in attributes:
+        if isinstance(value, (int, float, complex)):
+            found[place] = value
+        elif isinstance(value, Tensor):
+            found[place] = (value, value._version)
+        elif type(value) is dict and value:
+            for name, item in value.items():
+                if isinstance(item, (int, float, complex)):
+                    found[place[0], f"{place[1]}[{name!r}]"] = item
     return found
 
 
