@@ -49,6 +49,8 @@ class SPMDStep(ManualOptimization[W]):
         self._copies: torch.cuda.Stream | None = None
         """The stream on which batches come to a GPU, beside what that still computes of the step before."""
         self._steps_on_host = False
+        self._has_signed_zeros = True
+        """Whether `finish_gradients` leaves zeros a sign, by which the bits of virtual ranks would depend on the ranks."""
         self._looks = False
         self._non_finite: Tensor | None = None
         self._compression: Compression | None = None
@@ -254,7 +256,8 @@ class SPMDStep(ManualOptimization[W]):
         if self.virtual_ranks and (mine := self.local_gradients(wrapped)):  # after the sum, which would round otherwise
             if scale != 1.0:
                 torch._foreach_mul_(mine, scale)
-            torch._foreach_add_(mine, 0.0)  # zero loses its sign
+            if self._has_signed_zeros or scale != 1.0:
+                torch._foreach_add_(mine, 0.0)  # zero loses its sign
         if not self.sees_whole_gradients:
             self._check_changes()
         if self._parameter_hooks.taken:

@@ -118,9 +118,10 @@ def sum_gradients(
     groups: Sequence[dist.ProcessGroup | None] = (None,),
     all_reduce: Callable[..., Any] = dist.all_reduce,
     multiple: int = 1,
+    write: Callable[[Tensor, Tensor], Any] = Tensor.copy_,
 ) -> None:
     """Sum what ranks hold of the gradients of these parameters over each of `groups`, in one `all_reduce` for each
-    dtype and device, of a `multiple` of elements.
+    dtype and device, of a `multiple` of elements. `write(gradient, sum)` puts each back.
 
     A gradient that some rank lacks counts as zeros there; one that no rank has stays None.
     """
@@ -150,7 +151,7 @@ def sum_gradients(
                     continue
                 parameter.grad = torch.zeros_like(parameter)
             part = local(parameter.grad)
-            part.copy_(total.view_as(part))
+            write(part, total.view_as(part))
 
 
 @torch.no_grad()

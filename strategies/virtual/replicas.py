@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.base import NO_HOOKS, StepFn, StepHooks, StepResult, Topology
@@ -46,6 +47,7 @@ class VirtualReplicas(VirtualStep):
 
     def setup(self) -> Topology:
         super().setup()
+        self._has_signed_zeros = not self._in_group or self._compression is not None
         if self._compression is not None:
             writes = self.topology.rank == 0
             self._compression.layout = Layout(self.shares, self.virtual_ranks, writes_memory=writes)
@@ -88,7 +90,11 @@ class VirtualReplicas(VirtualStep):
         if self._compression is not None:
             return
         trained = [p for p in self._watched if p.requires_grad]
-        sum_gradients(trained, all_reduce=all_reduce, multiple=self.topology.world_size)
+        sum_gradients(trained, all_reduce=all_reduce, multiple=self.topology.world_size, write=_write_unsigned)
+
+
+def _write_unsigned(gradient: Tensor, total: Tensor) -> None:
+    torch.add(total, 0.0, out=gradient)  # in the pass that copies it
 
 
 class _Apart(PartialSums[list[Tensor | None]]):

@@ -210,7 +210,8 @@ class VirtualStep(ShareHooks[W], SPMDStrategy[W]):
         self._num_windows += begins
         held = self._watched
         bits = [*map(_bits, held)] if self._num_windows <= LOOKS else [0] * len(held)
-        return _Weights([*map(_VERSION, held)], [*map(_place, held)], bits, [*map(_TRAINED, held)])
+        places = [p.data_ptr() if type(p) is nn.Parameter else _place(p) for p in held]
+        return _Weights([*map(_VERSION, held)], places, bits, [*map(_TRAINED, held)])
 
     def _changed(self, wrapped: W, before: _Weights, marks: Any) -> RuntimeError:
         """What to raise for a step that changed parameters or their gradients by itself."""
@@ -294,8 +295,7 @@ _VERSION, _TRAINED = attrgetter("_version"), attrgetter("requires_grad")
 
 
 def _place(parameter: nn.Parameter) -> int:
-    own = parameter if type(parameter) is nn.Parameter else getattr(parameter, "_local_tensor", parameter)
-    return own.untyped_storage()._cdata
+    return int(getattr(parameter, "_local_tensor", parameter).untyped_storage()._cdata)
 
 
 def _bits(parameter: nn.Parameter) -> int:

@@ -46,7 +46,7 @@ class OptimizerValues:
         self._put(self._begun)
 
     def refuse_changed_state(self) -> None:
-        """Called before another share of the window begins."""
+        """Called before the last share begins: what the others have changed is not the same again by then."""
         if self._is_other():
             raise RuntimeError(
                 "training_step or a hook of a batch changed the state of an optimizer, which the shares of this rank "

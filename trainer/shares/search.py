@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.strategies.launch.program.functions import OTHERS, is_users_class, variables_of
 from lockstep.strategies.modules.blocks import OF_TORCH
@@ -158,7 +159,7 @@ class _Search:
         """Those in the attributes `kinds` of parts, parameters or optimizers, most of which have none."""
         named = [*named]
         owners, attributes = [owner for _, owner in named for _ in kinds], [*kinds] * len(named)
-        if self.reads.objects(partial(_not_empty, owners), attributes):
+        if self.reads.objects(_NotEmpty(owners, attributes), None):
             for (name, owner), kind in product(named, kinds):
                 self.hooks(getattr(owner, kind, None) or {}, name)
 
@@ -228,8 +229,18 @@ class _Search:
         return None if id(value) in self._seen else noted(value)
 
 
-def _not_empty(owners: list[Any], attributes: list[str]) -> Iterator[Any]:
-    return filter(None, map(getattr, owners, attributes, repeat(None)))
+class _NotEmpty:
+    """Dicts of hooks that are not empty. Without any they are read again once torch has registered a hook."""
+
+    def __init__(self, owners: list[Any], attributes: list[str]) -> None:
+        self._owners, self._attributes, self._number = owners, attributes, -1
+
+    def __call__(self, _: Any) -> list[Any]:
+        if self._number == RemovableHandle.next_id:
+            return []
+        found = [*filter(None, map(getattr, self._owners, self._attributes, repeat(None)))]
+        self._number = -1 if found else RemovableHandle.next_id
+        return found
 
 
 def _of_small_array(array: np.ndarray) -> Any:

@@ -77,7 +77,8 @@ class Shares:
                 self._begin()
             else:
                 self._end_share()
-                self._of_optimizers.refuse_changed_state()
+                if share == self.own[-1]:
+                    self._of_optimizers.refuse_changed_state()
                 for buffer in self._buffers:
                     buffer.put_back()
             self._share, self._number = share, 0
