@@ -50,7 +50,7 @@ class SPMDStep(ManualOptimization[W]):
         """The stream on which batches come to a GPU, beside what that still computes of the step before."""
         self._steps_on_host = False
         self._has_signed_zeros = True
-        """Whether `finish_gradients` leaves zeros a sign, by which the bits of virtual ranks would depend on the ranks."""
+        """Whether `finish_gradients` leaves zeros a sign, on which with virtual ranks bits would depend."""
         self._looks = False
         self._non_finite: Tensor | None = None
         self._compression: Compression | None = None

@@ -11,7 +11,7 @@ _GONE = object()
 
 
 class Reads:
-    """Attributes of objects and what functions returned. Holds all of it, so that no `id` is another object's meanwhile."""
+    """Attributes of objects and what functions returned. Holds all of it, so that no `id` is reused meanwhile."""
 
     def __init__(self) -> None:
         self._owners: list[Any] = []

@@ -189,7 +189,7 @@ class _Search:
         if generator_state(value) is not None:
             return read(generator_state, value)
         if isinstance(value, nn.Module):
-            read(_anew, value)
+            read(_never_same, value)
             tensors = value.state_dict(keep_vars=True).items()
             found = {key: self._mark(tensor, name, 1) for key, tensor in tensors if isinstance(tensor, Tensor)}
             return {"": getattr(value, "_update_count", None)} | found  # of a metric: its sums are in no state dict
@@ -251,8 +251,8 @@ def _shape_of(array: np.ndarray) -> Any:
     return array.shape
 
 
-def _anew(_: Any) -> Any:
-    """Another object each time: what is read beside it has to be read again."""
+def _never_same(_: Any) -> Any:
+    """Another object each time: what was read with it never holds."""
     return object()
 
 
