@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from lockstep.strategies.checkpoint_state import Reader, TensorShard, Whole
 from lockstep.strategies.optimizers.copies import names_of_kept
+from lockstep.strategies.optimizers.probe import is_plain
 from lockstep.strategies.precision import LossScaler
 from lockstep.strategies.sync.collectives import local
 
@@ -158,6 +160,48 @@ def groups_by_mesh(optimizer: Optimizer) -> Iterator[None]:
                     "sharded model are stepped in parts under foreach=True or fused=True; leave these options out"
                 )
             group[key] = values[0]
+
+
+@contextmanager
+def computes_with_shards(optimizer: Optimizer) -> Iterator[None]:
+    """Within it torch's Adam and AdamW compute with the plain tensors that this rank holds of DTensors, which takes a
+    fraction of the time: DTensor's dispatch takes longer than an operation with a small shard.
+
+    What user code sees stays as it is: parameters, gradients and state are DTensors, and count writes. Other optimizers
+    are left alone; SGD asks for its state by what it has stepped.
+    """
+    kind: Any = type(optimizer)
+    if kind not in (Adam, AdamW) or not is_plain(optimizer):
+        yield
+        return
+
+    def init_group(group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex: bool = kind._init_group(optimizer, group, *lists)
+        of_parameters = [tensors for tensors in lists[:-1] if tensors]  # the last are the numbers of steps
+        for i, row in enumerate(zip(*of_parameters, strict=True)):
+            if _placed_alike(row):
+                increment_version(row)
+                for tensors, tensor in zip(of_parameters, row, strict=True):
+                    tensors[i] = tensor.to_local()
+        return has_complex
+
+    optimizer._init_group = init_group  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer._init_group  # type: ignore[attr-defined]
+
+
+def _placed_alike(tensors: Sequence[Any]) -> bool:
+    """Whether all are DTensors of which each rank holds the same elements, so that these can be computed alone."""
+    first = tensors[0]
+    return isinstance(first, DTensor) and all(
+        isinstance(each, DTensor)
+        and each.shape == first.shape
+        and each.device_mesh is first.device_mesh
+        and each.placements == first.placements
+        for each in tensors
+    )
 
 
 def _same(one: Any, other: Any) -> bool:

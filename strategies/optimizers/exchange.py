@@ -66,14 +66,14 @@ class Exchange:
         self._group, self._rank, self._size = group, dist.get_rank(group), dist.get_world_size(group)
         self._known: list[Owned] = []
         """The parameters whose values owners keep: the same on all ranks."""
-        self._received: dict[_Kind, Tensor] = {}
-        """What this rank has got of their new values."""
+        self._received: list[tuple[Owned, Tensor]] = []
+        """What this rank holds of them: the values that it has got."""
 
     def forget(self) -> None:
         """Keep no value."""
         for each in self._known:
             each.sent = None
-        self._known, self._received = [], {}
+        self._known, self._received = [], []
 
     def gather(self, held: Sequence[Owned]) -> None:
         """Give value and gradient to what this rank steps of these parameters."""
@@ -94,8 +94,11 @@ class Exchange:
         sends, receives = self._rows(kinds), self._rows(kinds)
         flags = local(held[0].sharded).new_zeros(self._size)
         if self._known:
-            unchanged = flags.new_full((1,), float(self._has_received(held)))
+            unchanged = flags.new_full((1,), float(self._has_received()))
             for rank in range(len(flags)):
+                if rank == self._rank:
+                    flags[rank] = unchanged
+                    continue
                 sends.add(rank, unchanged)
                 receives.add(rank, flags[rank : rank + 1])
         else:
@@ -109,14 +112,26 @@ class Exchange:
 
     def scatter(self, held: Sequence[Owned]) -> None:
         """Write what owners have to what each rank holds."""
-        sends = self._rows(_kinds(map(_value, held)))
-        for each in filter(_is_stepped_here, held):
+        kinds = list(_kinds(map(_value, held)))
+        sends, receives = self._rows(kinds), self._rows(kinds)
+        own, others = list[tuple[Owned, Tensor]](), list[Owned]()
+        for each in held:
             for piece in each.pieces:
-                sends.add(piece.rank, piece.of(each.stepped))
-        received = self._send(sends, self._shards(held))
+                if not _is_stepped_here(each):
+                    if piece.rank == self._rank:
+                        receives.add(each.owner, local(each.sharded))
+                        others.append(each)
+                elif piece.rank == self._rank:
+                    own.append((each, piece.of(each.stepped).detach()))
+                else:
+                    sends.add(piece.rank, piece.of(each.stepped))
+        for each, value in own:
+            local(each.sharded).copy_(value)
+        came = self._send(sends, receives)
         self.forget()
-        if all(device.type == "cpu" for _, device in received):  # elsewhere the host would wait for the comparison
-            self._known, self._received = list(held), received
+        if all(device.type == "cpu" for _, device in kinds):  # elsewhere the host would wait for the comparison
+            others.sort(key=lambda each: (kinds.index(_kind(_value(each))), each.owner))
+            self._known, self._received = list(held), [*own, *zip(others, came, strict=True)]
             for each in filter(_is_stepped_here, held):
                 each.sent = each.stepped.detach()
 
@@ -140,20 +155,9 @@ class Exchange:
                 receives.add(each.owner, local(_gradient(each)))
         self._send(sends, receives)
 
-    def _shards(self, held: Sequence[Owned]) -> Rows:
-        """What this rank holds of them, by owner."""
-        found = self._rows(_kinds(map(_value, held)))
-        for each in held:
-            if any(piece.rank == self._rank for piece in each.pieces):
-                found.add(each.owner, local(each.sharded))
-        return found
-
-    def _has_received(self, held: Sequence[Owned]) -> bool:
-        """Whether all that this rank holds of them has the bits that it has received."""
-        now = self._shards(held).flat()
-        return now.keys() == self._received.keys() and all(
-            same_bits(now[kind], flat) for kind, flat in self._received.items()
-        )
+    def _has_received(self) -> bool:
+        """Whether all that this rank holds of what owners keep has the bits that it has received."""
+        return all(same_bits(local(each.sharded), value) for each, value in self._received)
 
     def _add_sources(
         self, sends: Rows, receives: Rows, moved: Sequence[Owned], part: Callable[[Owned], Any],
@@ -162,30 +166,34 @@ class Exchange:
         """Let `whole` of each on its owner be filled from the ranks' parts."""
         for each in moved:
             for piece in each.sources:
-                if piece.rank == self._rank:
+                if piece.rank == each.owner == self._rank:
+                    piece.of(whole(each)).copy_(local(part(each)))
+                elif piece.rank == self._rank:
                     sends.add(each.owner, local(part(each)))
-                if each.owner == self._rank:
+                elif each.owner == self._rank:
                     receives.add(piece.rank, piece.of(whole(each)))
 
     def _rows(self, kinds: Iterable[_Kind]) -> Rows:
         return Rows(kinds, self._size)
 
-    def _send(self, sends: Rows, receives: Rows) -> dict[_Kind, Tensor]:
+    def _send(self, sends: Rows, receives: Rows) -> list[Tensor]:
         """Send and receive, by one call for each dtype and device. Every rank calls it with the same ones. Returns what
-        came, as `flat` does."""
-        arrived = {}
+        came for each of `receives`, in the order of `flat`."""
+        arrived: list[Tensor] = []
         for kind, flat in sends.flat().items():
             rows = receives.kinds[kind]
             double = 2 if flat.is_complex() else 1
             theirs, mine = (
                 [double * sum(t.numel() for t in row) for row in lists] for lists in (rows, sends.kinds[kind])
             )
-            arrived[kind] = got = flat.new_empty(sum(theirs) // double)
+            got = flat.new_empty(sum(theirs) // double)
             into, out = (torch.view_as_real(t).view(-1) if double == 2 else t for t in (got, flat))
             dist.all_to_all_single(into, out, theirs, mine, group=self._group)
             targets = [t for row in rows for t in row]
-            for target, part in zip(targets, got.split([t.numel() for t in targets]), strict=True):
-                target.copy_(part.view(target.shape))
+            parts = [p.view(t.shape) for t, p in zip(targets, got.split([t.numel() for t in targets]), strict=True)]
+            for target, part in zip(targets, parts, strict=True):
+                target.copy_(part)
+            arrived += parts
         return arrived
 
 
@@ -210,7 +218,11 @@ class Rows:
 
 def _kinds(tensors: Iterable[Any]) -> dict[_Kind, None]:
     """Their dtypes and devices, in the same order on each rank."""
-    return dict.fromkeys((tensor.dtype, local(tensor).device) for tensor in tensors)
+    return dict.fromkeys(map(_kind, tensors))
+
+
+def _kind(tensor: Tensor) -> _Kind:
+    return tensor.dtype, local(tensor).device
 
 
 def _identical(some: Sequence[Owned], others: Sequence[Owned]) -> bool:

@@ -80,7 +80,7 @@ class ShardedOptimizers(SPMDStrategy["MeshModel"]):
         with explained(type(optimizer).__name__):
             owners = self._owners.get(id(optimizer))
             if owners is None:
-                with dtensors.groups_by_mesh(optimizer):
+                with dtensors.groups_by_mesh(optimizer), dtensors.computes_with_shards(optimizer):
                     stepped = super().optimizer_step(wrapped, optimizer, closure)
             else:
                 with owners.whole(closure) as (held, called):
