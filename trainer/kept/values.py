@@ -182,17 +182,27 @@ def mark_of(value: Any, most: int, of_state: bool = False) -> Mark:
         return None if generator_content(value) is None else kind, generator_state(value)
     if isinstance(value, Namespace):  # an owner, whose entries have marks of their own
         return None, id(value)
-    if isinstance(value, _KEPT) and (number := len(items := _items(value))) <= most:
-        marks = tuple(mark_of(item, most // (number + 1), of_state) for item in items)  # of bounded depth
+    if isinstance(value, _KEPT) and (number := _number_of_items(value)) <= most:
+        marks = tuple(mark_of(item, most // (number + 1), of_state) for item in _items(value))  # of bounded depth
         is_saved = kind in _KEPT and _fits(value, marks) and (of_state or _are_alike(tensors_in(value)))
         return (kind if is_saved else None), marks
-    return None, len(_items(value)) if isinstance(value, list | deque | dict | set) else id(value)
+    return None, _number_of_items(value) if isinstance(value, list | deque | dict | set) else id(value)
 
 
 def _items(container: Any) -> list[Any]:
     """What is in a container, of a dict its keys and then its values, by no code of the class of the user's."""
-    kind = next(base for base in (dict, list, tuple, deque, set, frozenset) if isinstance(container, base))
+    kind = _kind_of(container)
     return [*kind.__iter__(container), *(dict.values(container) if kind is dict else ())]
+
+
+def _number_of_items(container: Any) -> int:
+    """How many `_items` returns; of a large container it would take as long as to copy it."""
+    kind = _kind_of(container)
+    return int(kind.__len__(container)) * (2 if kind is dict else 1)
+
+
+def _kind_of(container: Any) -> Any:
+    return next(base for base in (dict, list, tuple, deque, set, frozenset) if isinstance(container, base))
 
 
 def _is_plain(tensor: Tensor) -> bool:

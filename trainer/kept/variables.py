@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lockstep.strategies.launch.program.changes import is_own_class, own_modules
+from lockstep.strategies.launch.program.changes import is_own_class, is_own_name
 from lockstep.strategies.launch.program.functions import codes_of, variables_of
 from lockstep.strategies.launch.program.source import is_of_process
 from lockstep.strategies.modules.parameter_hooks import OF_MODULE
@@ -65,7 +65,7 @@ class _Search:
         self.classes: dict[str, type] = {}
         self._seen = set[int]()
         self._places = set[tuple[int, Any]]()
-        self._modules = {*own_modules(), "__main__"}
+        self._is_own = functools.cache(is_own_name)
 
     def held_by(self, owner: Any, path: str) -> None:
         self._class(type(owner))
@@ -120,7 +120,7 @@ class _Search:
             self._class(value)
         elif isinstance(value, FunctionType) and id(value) not in self._seen:
             self._seen.add(id(value))
-            if value.__globals__.get("__name__") in self._modules:
+            if self._is_own(str(value.__globals__.get("__name__"))):
                 self._function(value, path)
 
     def _function(self, function: FunctionType, path: str) -> None:
@@ -143,7 +143,7 @@ class _Search:
         """The globals of modules of the program that a function may name."""
         modules = [of[name] for name in names if isinstance(of.get(name), ModuleType)]
         for module in modules:  # grows by modules within packages
-            if module.__name__ in self._modules:
+            if self._is_own(module.__name__):
                 yield vars(module)
                 inner = [vars(module).get(name) for name in names]
                 modules += (each for each in inner if isinstance(each, ModuleType) and each not in modules)

@@ -97,7 +97,12 @@ def own_modules() -> dict[str, ModuleType]:
 
 def is_own_class(cls: type) -> bool:
     """Whether the program defines it, not an installed package."""
-    name = str(cls.__module__)
+    return is_own_name(str(cls.__module__))
+
+
+def is_own_name(name: str) -> bool:
+    """Whether a module of this name is the program's; cheaper than `own_modules`, which reads all: in a rank that
+    copies pages."""
     return name == "__main__" or _is_own(name, sys.modules.get(name))
 
 

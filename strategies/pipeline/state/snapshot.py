@@ -34,6 +34,8 @@ MANY = 100
 _MOST_NODES, _MOST_DEPTH = 10_000, 100
 """Values that an attribute may hold, and how deep."""
 _MISSING: Any = ("missing",)
+_NOT_READ = OF_TORCH | {"_compiled_call_impl"}
+"""Attributes of modules that are torch's; the last is set by `compile`, and by the strategy in every layer."""
 
 
 def is_followed(name: str, value: Any, stored: Collection[str]) -> bool:
@@ -129,7 +131,7 @@ class Snapshot:
         self.iterators: list[Slot] = []
         for path, module in modules.items():
             self._owner = module
-            own = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
+            own = {name: value for name, value in vars(module).items() if name not in _NOT_READ}
             self._copy(vars(module), vars(module).copy())
             for name, value in own.items():
                 self._attribute(f"{path}.{name}" if path else name, vars(module), name, value)
@@ -291,7 +293,7 @@ class Snapshot:
         if len(held) > len(own):
             self._copy(value, {key: item for key, item in held.items() if key not in own})
         for key, item in held.items():
-            if not is_module or key not in OF_TORCH or key in ("_parameters", "_buffers", "_modules", "training"):
+            if not is_module or key not in _NOT_READ or key in ("_parameters", "_buffers", "_modules", "training"):
                 shown = f"{name}.{key}"
                 self._note(shown, item, Slot(own, key, shown, item) if key in own else None)
 

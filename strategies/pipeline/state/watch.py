@@ -232,7 +232,10 @@ class Watch:
     @property
     def _known(self) -> set[int]:
         """Of what is watched elsewhere."""
-        return {*map(id, self._model.modules()), *map(id, self._model.parameters()), *map(id, self._model.buffers())}
+        found = set[int]()
+        for module in self._model.modules():
+            found.update((id(module), *map(id, module._parameters.values()), *map(id, module._buffers.values())))
+        return found - {id(None)}
 
     def _of_layers(self) -> Snapshot:
         if self._is_light:

@@ -26,7 +26,7 @@ def test_adam_computes_with_shards_to_the_bits_of_dtensors(run_ranks: Callable[.
         assert not differs, name
         assert dispatched == [], f"{name}: DTensor's dispatch is what takes the time"
         assert classes == {"DTensor"}, name
-        assert counts, f"{name}: who looks at versions must see that the step has written"
+        assert counts, f"{name}: who reads versions must see that the step has written"
         assert not left, name
 
 
@@ -44,7 +44,7 @@ def stepped_both_ways() -> list[tuple[Any, ...]]:
                 seen.append(str(func))
             return func(*args, **kwargs or {})
 
-    seen: list[str] = []
+    seen, hooked = list[str](), list[type]()
     strategy = FSDP()
     strategy.configure(devices=2, accelerator="cpu")
     strategy.setup()
@@ -56,7 +56,7 @@ def stepped_both_ways() -> list[tuple[Any, ...]]:
         parameters = list(model.parameters())
         copies = [nn.Parameter(p.detach().clone()) for p in parameters]
         here, there = strategy.setup_optimizers(wrapped, {"": make(parameters)})[""], make(copies)
-        hooked = list[type]()
+        hooked.clear()
         here.register_step_post_hook(lambda o, *_: hooked.extend(type(p.data) for p in o.state))
         for step in range(3):
             for parameter, copied in zip(parameters, copies, strict=True):
