@@ -10,16 +10,18 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import IOBase
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any, Generic, Protocol
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep.callbacks.base import Callback, Logger
+from lockstep.strategies.data.combined import CombinedLoader
 from lockstep.strategies.launch.failure import libraries
 from lockstep.strategies.modules.blocks import is_of_torch, is_of_user
 from lockstep.trainer.hparams import Namespace as HParams
+from lockstep.trainer.kept.fields import fields
 from lockstep.trainer.kept.values import STATEFUL, attributes
 
 _DEPTH, _MANY, _MOST = 3, 64, 1000
@@ -28,6 +30,8 @@ _BARE = (Callback, Generic, Protocol, ABC)
 """Bases that have no attributes of their own."""
 _OTHERS = (nn.Module, Callback, Dataset, DataLoader, Sampler, type, *STATEFUL)
 """Objects that are saved otherwise, or make what a run reads."""
+_LOADERS = (DataLoader, CombinedLoader)
+_READ = (*_LOADERS, Dataset, Sampler)
 
 
 def shown(path: str, name: str) -> str:
@@ -128,6 +132,24 @@ def objects(owner: Any, path: str, seen: set[int], depth: int = _DEPTH) -> Itera
             yield (here := shown(path, place)), item
             if depth > 1:
                 yield from objects(item, here, seen, depth - 1)
+
+
+def read_by_loaders(value: Any, path: str, seen: set[int], depth: int = 2 * _DEPTH) -> Iterator[tuple[str, Any]]:
+    """Datasets, samplers and loaders' own objects (a collate function, a transform) that `value` is or leads to, by
+    name; of loaders those of the user's classes. `seen` are the ids of what was found."""
+    if isinstance(value, MethodType):
+        value = value.__self__
+    if type(value) in (list, tuple, dict) and len(value) <= _MANY:
+        held = value.items() if type(value) is dict else enumerate(value)
+    elif id(value) in seen or len(seen) >= _MOST or not (isinstance(value, _READ) or is_users_object(value)):
+        return
+    else:
+        seen.add(id(value))
+        if not isinstance(value, _LOADERS) or _is_of_program(type(value)):
+            yield path, value
+        held = fields(value).items()
+    for name, item in [*held] if depth else ():
+        yield from read_by_loaders(item, shown(path, str(name)), seen, depth - 1)
 
 
 def is_users_object(value: Any) -> bool:

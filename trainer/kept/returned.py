@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.callbacks.base import Callback
 from lockstep.strategies.launch import payload
@@ -17,9 +18,10 @@ from lockstep.trainer.kept.elsewhere import take_layer
 from lockstep.trainer.kept.fields import caches_of, fields
 from lockstep.trainer.kept.gone import Gone, take_away
 from lockstep.trainer.kept.identity import in_state_dict, references, replaced
-from lockstep.trainer.kept.owners import is_users_object, layers, objects
+from lockstep.trainer.kept.owners import is_users_object, layers, objects, read_by_loaders
 from lockstep.trainer.kept.values import (
     MOST_ITEMS,
+    Mark,
     attributes,
     filled,
     is_data,
@@ -34,6 +36,8 @@ from lockstep.trainer.kept.variables import variables
 
 _DEPTH = 8
 """How deep values within others are searched."""
+_MOST_BYTES = 2**26
+"""What a dataset collects in a larger container, such as decoded images, stays on the ranks."""
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _OWN_PICKLE = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
@@ -48,10 +52,11 @@ class Holders:
         beside: list[Any],
         module: nn.Module,
         callbacks: Iterable[Callback],
+        loaders: Mapping[str, Any],
         names: Collection[str] | None = None,
     ) -> None:
-        """`callbacks`: of which only the functions are searched that they hold. `names`: those of the program, which
-        may hold more than it has sent."""
+        """`callbacks`: of which only the functions are searched that they hold. `loaders`: those that the run was
+        given. `names`: those of the program, which may hold more than it has sent."""
         self._beside = {f"beside.{i}": owner for i, owner in enumerate(beside)}
         self.follow(module)
         searched = self.owners | {f"callbacks.{i}": each for i, each in enumerate(callbacks)}
@@ -63,14 +68,17 @@ class Holders:
             if is_users_object(value) and id(value) not in seen:
                 seen.add(id(value))
                 self.objects |= {path: value, **dict(objects(value, path, seen))}
+        roots = {path: attributes(owner) for path, owner in self.owners.items()} | {"loaders": dict(loaders)}
+        self.read = {where: item for path, held in roots.items() for where, item in read_by_loaders(held, path, seen)}
         if names is not None:
+            self.read = {name: item for name, item in self.read.items() if name in names}
             self.objects = {name: item for name, item in self.objects.items() if name in names}
             self.variables = {name: item for name, item in self.variables.items() if name in names}
             self._classes = {name: item for name, item in self._classes.items() if name in names}
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset({*self.objects, *self.variables, *self._classes})
+        return frozenset({*self.objects, *self.read, *self.variables, *self._classes})
 
     def follow(self, module: nn.Module) -> None:
         """Take the layers that the module has now."""
@@ -79,7 +87,7 @@ class Holders:
 
     @property
     def all(self) -> dict[str, Any]:
-        return self.owners | self.objects
+        return self.owners | self.objects | self.read
 
     @property
     def named(self) -> dict[str, Any]:
@@ -110,10 +118,10 @@ class Left:
 
     def __init__(self, holders: Holders) -> None:
         self._holders, self._gone = holders, Gone()
-        self._gone.note({path: (owner, own_data(owner)) for path, owner in holders.all.items()})
+        self._gone.note({path: (owner, own_data(owner)) for path, owner in (holders.owners | holders.objects).items()})
         self._first = references(holders.all)
         self._at_start = {
-            path: {name: mark_of(value, MOST_ITEMS) for name, value in attributes(owner).items()}
+            path: {name: self._mark(path, value) for name, value in attributes(owner).items()}
             for path, owner in holders.all.items()
         }
         self._variables = {name: mark_of(variable.read(), MOST_ITEMS) for name, variable in holders.variables.items()}
@@ -147,8 +155,19 @@ class Left:
         if path in self._holders.owners and not isinstance(value, Tensor) and is_data(value):
             return True
         before = self._at_start.get(path, {}).get(name)
-        is_new = before is None or not is_same(before, mark_of(value, MOST_ITEMS))
-        return is_new and _is_returned(value, known)
+        is_new = before is None or not is_same(before, self._mark(path, value))
+        return is_new and _is_returned(value, known) and (path not in self._holders.read or _is_light(value))
+
+    def _mark(self, path: str, value: Any) -> Mark:
+        """Of what loaders read large containers, such as the images of a dataset, are known by their length."""
+        return mark_of(value, MOST_ITEMS if path not in self._holders.read or _is_light(value) else 0)
+
+
+def _is_light(value: Any) -> bool:
+    """Whether it is not a container, or has few items and bytes."""
+    if not isinstance(value, (*_CONTAINERS, *_MAPPINGS)):
+        return True
+    return len(value) <= MOST_ITEMS and sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(value)) <= _MOST_BYTES
 
 
 def _is_returned(value: Any, known: Mapping[int, str], depth: int = _DEPTH) -> bool:

@@ -145,8 +145,14 @@ def _not_a_mean(output: Any, samples: float) -> str | None:
 
 
 def _adds_samples(edges: list[Any]) -> bool:
-    """Whether what is summed has a value for each sample: no mean over them, and no weights that add up to one."""
-    node = edges[0]
+    """Whether what is summed has a value for each sample: no mean over them, no weights that add up to one, and no
+    losses of several tasks, however they are weighted."""
+    node, summed = edges[0], [*edges]
+    for each in islice(summed, _LOOKS):  # grows
+        if type(each).__name__ in _JOINED:
+            return False
+        if type(each).__name__ in (*_LINEAR, "MulBackward0", "ExpandBackward0"):
+            summed += [after for after, _ in each.next_functions if after is not None]
     for _ in range(_LOOKS):
         name, following = type(node).__name__, [after for after, _ in node.next_functions if after is not None]
         if name == "DivBackward0" or (name == "MeanBackward1" and 0 in {*node._saved_dim}):

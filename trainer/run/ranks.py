@@ -40,7 +40,7 @@ def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str |
     before, streams = run.log_dir, rng_state()
     run.module, run.stage = module, "fit"
     ahead.check(run, module, sources, "fit", resumes=ckpt_path is not None)
-    holders = Holders(_owners(run), module, run.callbacks)
+    holders = Holders(_owners(run), module, run.callbacks, sources.loaders)
     attempts = _Attempts(run, (module, sources), (streams, holders.names), ckpt_path)
     run.begun = True
     try:
@@ -118,7 +118,7 @@ def launch_evaluation(run: RunState, stage: str, module: Module, sources: Source
     """Launch ranks that validate, test or predict; return what rank 0 returned."""
     ahead.check(run, module, sources, stage)
     run.begun = True
-    holders = Holders(_owners(run), module, run.callbacks)
+    holders = Holders(_owners(run), module, run.callbacks, sources.loaders)
     result = run.strategy.launch(_on_rank, run, stage, module, sources, ckpt_path, rng_state(), holders.names)
     _adopt(run, module, result, holders)
     return result["returned"]
@@ -138,7 +138,7 @@ def _on_rank(
     run.searched = searched
     continue_streams(random_streams)
     returned, run.datamodule, paths = None, sources.datamodule, _paths(module)
-    left = Left(Holders(_owners(run), module, run.callbacks, names))
+    left = Left(Holders(_owners(run), module, run.callbacks, sources.loaders, names))
     with attached(run, module, sources, stage, ckpt_path):
         hooks = left_hooks.hooks_of(module)
         if stage == "fit":

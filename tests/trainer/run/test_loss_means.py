@@ -129,6 +129,11 @@ def stacked(out: Tensor, y: Tensor) -> Tensor:
     return torch.stack([of_all(out, y), out.square().mean(), out.mean(), 0.5 * out.abs().mean()]).sum()
 
 
+def stacked_with_weights(out: Tensor, y: Tensor) -> Tensor:
+    losses = torch.stack([of_all(out, y), out.square().mean(), out.mean(), 0.5 * out.abs().mean()])
+    return (losses * torch.exp(-PENALIZED[:4]) + PENALIZED[:4]).sum()
+
+
 def by_factor(out: Tensor, y: Tensor) -> Tensor:
     return out.square().sum() * (1 / len(y)) + (out.square() / len(y)).sum() - (out.square().sum() / out.numel())
 
@@ -180,7 +185,8 @@ UNEVEN = of_not_ignored, weighted_by_class, of_two, by_index, by_mask, by_divisi
 EVEN = of_all, with_penalty, with_aside, with_count, of_samples, recomputed
 SUMS = a_sum, a_scaled_sum, a_sum_of_means
 FUNCTIONS = a_root, a_norm, a_perplexity
-MEANS = with_penalties, of_classes, of_a_divergence, stacked, by_factor, by_weights, by_uncertainty
+MEANS = with_penalties, of_classes, of_a_divergence, stacked, stacked_with_weights, by_factor, by_weights
+MEANS += (by_uncertainty,)
 READ = of_named_function, by_a_complex_number
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from lockstep.callbacks import Callback
 from tests.trainer.toy import Net, distance, loader, quiet, weights
@@ -169,3 +170,73 @@ def test_objects_that_hooks_change_are_the_callers(strategy: str) -> None:
         return [own, record, bare, best, model.dated, *lists]
 
     assert fit(strategy=strategy, devices=2) == fit()
+
+
+class Curriculum(Dataset[Any]):
+    def __init__(self) -> None:
+        self.level, self.weights, self.images = 1.0, [1.0] * 16, list[torch.Tensor]()
+        self.x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index] * self.level * self.weights[index], index % 3
+
+    def __len__(self) -> int:
+        return 16
+
+
+class Reverses(Sampler[int]):
+    """Its order depends on how often it was read."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    def __iter__(self) -> Any:
+        self.turns += 1
+        return iter(range(16)) if self.turns % 4 < 2 else iter(range(15, -1, -1))
+
+    def __len__(self) -> int:
+        return 16
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"turns": self.turns}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.turns = state["turns"]
+
+
+class Scales:
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def collate(self, samples: list[Any]) -> Any:
+        return torch.stack([x for x, _ in samples]) * self.scale, torch.tensor([y for _, y in samples])
+
+
+class Harder(Callback):
+    """Changes what loaders read after each epoch."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        read = trainer.train_dataloader.loader
+        dataset = read.dataset.dataset
+        dataset.level += 0.5
+        dataset.weights[3] += 1.0
+        dataset.x[5] *= 2.0
+        dataset.images += [torch.zeros(2**20)] * 20
+        read.collate_fn.__self__.scale *= 0.9
+
+
+def test_what_hooks_change_in_datasets_is_what_the_next_fit_reads() -> None:
+    def fit(**options: Any) -> Any:
+        torch.manual_seed(0)
+        model, dataset, sampler, scales = Net(), Curriculum(), Reverses(), Scales()
+        train = DataLoader(Subset(dataset, range(16)), 4, sampler=sampler, collate_fn=scales.collate)
+        for _ in range(2):
+            trainer = quiet(split_batches=True, precision="64-true", seed=0, callbacks=[Harder()], **options)
+            trainer.fit(model, train)
+        return model, [dataset.level, dataset.weights, dataset.x.tolist(), scales.scale, sampler.turns], dataset.images
+
+    one, read, _ = fit()
+    other, read_by_ranks, images = fit(strategy="ddp", devices=2)
+    assert read_by_ranks == read
+    assert distance(weights(other), weights(one)) < 1e-12
+    assert not images  # more than 64 MB in a container stay on the ranks
