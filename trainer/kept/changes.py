@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep.callbacks.base import Callback
 from lockstep.trainer.hparams import Namespace
+from lockstep.trainer.kept import owners as held_by
 from lockstep.trainer.kept.agreed import is_equal
 from lockstep.trainer.kept.fields import absent_caches, caches_of, fields, put
 from lockstep.trainer.kept.gone import Gone, take_away
@@ -24,7 +25,6 @@ from lockstep.trainer.kept.values import (
     Mark,
     Marks,
     as_it_is,
-    attributes,
     copied,
     encoded,
     is_free,
@@ -363,13 +363,14 @@ class Changes:
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
         """By name all whose attributes are saved."""
-        seen, paths = set[int](), set[str]()
+        seen, paths, known = set[int](), set[str](), {*map(id, self._module.modules())}
         for path, owner in (*layers(self._module), *self._module.named_parameters(), *self._beside.items()):
             for place, found in ((path, owner), *objects(owner, path, seen)):
-                while place in paths:  # as of the keys 1 and "1" of a dict
-                    place += "'"
-                paths.add(place)
-                yield place, found
+                for at, each in ((place, found), *held_by.of_networks(found, place, known)):
+                    while at in paths:  # as of the keys 1 and "1" of a dict
+                        at += "'"
+                    paths.add(at)
+                    yield at, each
 
     def _marks(self, whole: bool = False) -> dict[str, Marks]:
         own = (vars(each).get(name) for each in self._of_run for name in ("state", "param_groups"))  # for wrappers
@@ -379,7 +380,7 @@ class Changes:
                 owner,
                 {
                     name: mark_of(value, MOST_ITEMS)
-                    for name, value in attributes(owner).items()
+                    for name, value in held_by.with_networks(owner, self._module).items()
                     if (isinstance(owner, Namespace) or name.isidentifier())
                     and (name != _HPARAMS or value)
                     and not known.issuperset(map(id, parts(value)))

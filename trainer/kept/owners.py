@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import weakref
 from abc import ABC
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ from io import IOBase
 from types import MethodType, SimpleNamespace
 from typing import Any, Generic, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep.callbacks.base import Callback, Logger
@@ -22,7 +23,7 @@ from lockstep.strategies.launch.failure import libraries
 from lockstep.strategies.modules.blocks import is_of_torch, is_of_user
 from lockstep.trainer.hparams import Namespace as HParams
 from lockstep.trainer.kept.fields import fields
-from lockstep.trainer.kept.values import STATEFUL, attributes
+from lockstep.trainer.kept.values import STATEFUL, attributes, not_of_users
 
 _DEPTH, _MANY, _MOST = 3, 64, 1000
 """How deep objects within objects are searched, the most items of a list or dict that are, and the most objects."""
@@ -30,6 +31,7 @@ _BARE = (Callback, Generic, Protocol, ABC)
 """Bases that have no attributes of their own."""
 _OTHERS = (nn.Module, Callback, Dataset, DataLoader, Sampler, type, *STATEFUL)
 """Objects that are saved otherwise, or make what a run reads."""
+_WEIGHTS = weakref.WeakKeyDictionary[nn.Module, SimpleNamespace]()
 _LOADERS = (DataLoader, CombinedLoader)
 _READ = (*_LOADERS, Dataset, Sampler)
 
@@ -150,6 +152,56 @@ def read_by_loaders(value: Any, path: str, seen: set[int], depth: int = 2 * _DEP
         held = fields(value).items()
     for name, item in [*held] if depth else ():
         yield from read_by_loaders(item, shown(path, str(name)), seen, depth - 1)
+
+
+def networks_of(owner: Any, path: str, known: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Networks that an owner holds beside the model, such as a teacher in a list, by name; `known` are the ids of the
+    layers of the model, and of the networks that were found. Metrics are not meant."""
+    leads_back = not_of_users(owner)
+    for name, value in fields(owner).items():
+        if name not in leads_back:
+            yield from _networks(value, shown(path, name), known)
+
+
+def with_networks(owner: Any, model: nn.Module) -> dict[str, Any]:
+    """The attributes of an owner, and networks that an object holds in one, which are not layers of the model."""
+    if isinstance(owner, nn.Module | nn.Parameter):
+        return attributes(owner)
+    own, leads_back = fields(owner), not_of_users(owner)
+    held = {name: value for name, value in own.items() if isinstance(value, nn.Module) and name not in leads_back}
+    return attributes(owner) | (
+        {n: v for n, v in held.items() if all(v is not m for m in model.modules())} if held else {}
+    )
+
+
+def _networks(value: Any, path: str, known: set[int], depth: int = _DEPTH) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(value, nn.Module):
+        if not known.isdisjoint(map(id, value.modules())):  # wrapped around what is known
+            return
+        known.update(map(id, value.modules()))
+        if not any(map(_is_metric, value.modules())):
+            yield path, value
+    elif type(value) in (list, tuple, dict) and len(value) <= _MANY and depth:
+        for key, item in [*value.items()] if type(value) is dict else enumerate(value):
+            yield from _networks(item, shown(path, str(key)), known, depth - 1)
+
+
+def of_networks(owner: Any, path: str, known: set[int]) -> Iterator[tuple[str, Any]]:
+    """The weights and layers of the networks that an owner holds beside the model, by name."""
+    for where, net in networks_of(owner, path, known):
+        for name, layer in net.named_modules():
+            yield from ((shown(where, name), each) for each in (_weights_of(layer), layer))
+
+
+def _weights_of(layer: nn.Module) -> Any:
+    """An object whose attributes are the parameters and buffers of a layer, in the same memory; always the same one."""
+    held = _WEIGHTS.setdefault(layer, SimpleNamespace())
+    for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+        if tensor is None or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
+            vars(held).pop(name, None)
+        elif (own := vars(held).get(name)) is None or own.data_ptr() != tensor.data_ptr() or own.dtype != tensor.dtype:
+            vars(held)[name] = tensor.detach()
+    return held
 
 
 def is_users_object(value: Any) -> bool:

@@ -4,6 +4,7 @@ the program's classes that these hold, and variables of functions."""
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
@@ -14,11 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.callbacks.base import Callback
 from lockstep.strategies.launch import payload
+from lockstep.strategies.sync.contents import checksum
 from lockstep.trainer.kept.elsewhere import take_layer
 from lockstep.trainer.kept.fields import caches_of, fields
 from lockstep.trainer.kept.gone import Gone, take_away
 from lockstep.trainer.kept.identity import in_state_dict, references, replaced
-from lockstep.trainer.kept.owners import is_users_object, layers, objects, read_by_loaders
+from lockstep.trainer.kept.owners import is_users_object, layers, networks_of, objects, read_by_loaders
 from lockstep.trainer.kept.values import (
     MOST_ITEMS,
     Mark,
@@ -36,7 +38,7 @@ from lockstep.trainer.kept.variables import variables
 
 _DEPTH = 8
 """How deep values within others are searched."""
-_MOST_BYTES = 2**26
+_MOST_BYTES, _FEW_BYTES = 2**26, 2**20
 """What a dataset collects in a larger container, such as decoded images, stays on the ranks."""
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
@@ -68,17 +70,23 @@ class Holders:
             if is_users_object(value) and id(value) not in seen:
                 seen.add(id(value))
                 self.objects |= {path: value, **dict(objects(value, path, seen))}
+        known = {*map(id, module.modules())}
+        holding = self.owners | self.objects
+        self.networks = {p: net for path, owner in holding.items() for p, net in networks_of(owner, path, known)}
+        """Those that are not the module's: of a teacher in a list, of averaged weights that a callback holds."""
+        self.objects |= {f"{path}:{place}": each for path, net in self.networks.items() for place, each in layers(net)}
         roots = {path: attributes(owner) for path, owner in self.owners.items()} | {"loaders": dict(loaders)}
         self.read = {where: item for path, held in roots.items() for where, item in read_by_loaders(held, path, seen)}
         if names is not None:
             self.read = {name: item for name, item in self.read.items() if name in names}
+            self.networks = {name: item for name, item in self.networks.items() if name in names}
             self.objects = {name: item for name, item in self.objects.items() if name in names}
             self.variables = {name: item for name, item in self.variables.items() if name in names}
             self._classes = {name: item for name, item in self._classes.items() if name in names}
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset({*self.objects, *self.read, *self.variables, *self._classes})
+        return frozenset({*self.objects, *self.read, *self.networks, *self.variables, *self._classes})
 
     def follow(self, module: nn.Module) -> None:
         """Take the layers that the module has now."""
@@ -108,6 +116,10 @@ class Holders:
                 take_layer(owners[path], values, left["caches"][path], replaced)
             else:
                 take_data(owners[path], values, replaced)
+        for path, tensors in left["networks"].items():
+            own = _tensors(self.networks[path])
+            for name in own.keys() & tensors.keys():
+                put_tensor(own[name], tensors[name])
         for name, value in left["variables"].items():
             self.variables[name].write(filled(self.variables[name].read(), value))
         take_away(owners, left["gone"])
@@ -123,6 +135,10 @@ class Left:
         self._at_start = {
             path: {name: self._mark(path, value) for name, value in attributes(owner).items()}
             for path, owner in holders.all.items()
+        }
+        self._networks = {
+            path: {name: _content(tensor) for name, tensor in _tensors(net).items()}
+            for path, net in holders.networks.items()
         }
         self._variables = {name: mark_of(variable.read(), MOST_ITEMS) for name, variable in holders.variables.items()}
 
@@ -143,6 +159,14 @@ class Left:
                 if not isinstance(value, Tensor) or (value.grad_fn is None and weights.isdisjoint(storages([value])))
             }
         found["caches"] = {path: [*caches_of(each)] for path, each in owners.items() if isinstance(each, nn.Module)}
+        found["networks"] = {
+            path: {
+                name: tensor.detach().cpu()
+                for name, tensor in _tensors(net).items()
+                if _content(tensor) != self._networks[path].get(name)
+            }
+            for path, net in self._holders.networks.items()
+        }
         for name, variable in self._holders.variables.items():
             value = variable.read()
             if not is_same(self._variables[name], mark_of(value, MOST_ITEMS)) and _is_returned(value, known):
@@ -161,6 +185,27 @@ class Left:
     def _mark(self, path: str, value: Any) -> Mark:
         """Of what loaders read large containers, such as the images of a dataset, are known by their length."""
         return mark_of(value, MOST_ITEMS if path not in self._holders.read or _is_light(value) else 0)
+
+
+def _tensors(net: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a network that has them whole."""
+    found = dict[str, Tensor](itertools.chain(net.named_parameters(), net.named_buffers()))
+    return {name: each for name, each in found.items() if type(each) in (Tensor, nn.Parameter) and not each.is_meta}
+
+
+def _content(tensor: Tensor) -> Any:
+    """What tells whether a tensor was changed; of a large one not by a write past its version, into its own memory."""
+    version = object() if tensor.is_inference() else tensor._version
+    few = tensor.is_cpu and tensor.nbytes <= _FEW_BYTES
+    return version, tensor.dtype, tensor.data_ptr(), checksum(tensor.detach()) if few else None
+
+
+def put_tensor(now: Tensor, trained: Tensor) -> None:
+    """Give a tensor that is here the content that it has on a rank: in the run's precision; a buffer may have grown."""
+    if (now.dtype, now.shape) != (trained.dtype, trained.shape):
+        now.data = trained.to(now.device)
+    else:
+        now.detach().copy_(trained)
 
 
 def _is_light(value: Any) -> bool:

@@ -20,7 +20,7 @@ from lockstep.trainer.checkpoint.rank_state import kept_tensors, put_tensors
 from lockstep.trainer.kept import left_hooks
 from lockstep.trainer.kept.elsewhere import others_of
 from lockstep.trainer.kept.owners import shown
-from lockstep.trainer.kept.returned import Holders, Left
+from lockstep.trainer.kept.returned import Holders, Left, put_tensor
 from lockstep.trainer.kept.values import own_data, take_data
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import evaluate, fit, publish, saving
@@ -204,10 +204,8 @@ def _put_weights(places: dict[str, tuple[dict[str, Any], str]], weights: dict[st
         if now.is_meta:
             value = nn.Parameter(trained, now.requires_grad) if isinstance(now, nn.Parameter) else trained
             tensors[key] = made.setdefault(id(now), value)  # tied ones are one tensor
-        elif (now.dtype, now.shape) != (trained.dtype, trained.shape):
-            now.data = trained.to(now.device)  # in the run's precision; a buffer may have grown
         else:
-            now.detach().copy_(trained)
+            put_tensor(now, trained)
 
 
 def _result(run: RunState, module: Module, returned: Any) -> dict[str, Any]:

@@ -240,3 +240,35 @@ def test_what_hooks_change_in_datasets_is_what_the_next_fit_reads() -> None:
     assert read_by_ranks == read
     assert distance(weights(other), weights(one)) < 1e-12
     assert not images  # more than 64 MB in a container stay on the ranks
+
+
+class Teaches(Net):
+    """A teacher in a list, and a network that a callback may hold, follow the weights and make the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teachers = [nn.Linear(8, 3).double().requires_grad_(False), nn.Linear(8, 3)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + (self(batch[0]) - self.teachers[0](batch[0])).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with self.trainer.whole(self), torch.no_grad():
+            self.teachers[0].weight.lerp_(self.net[3].weight[:, :8], 0.1)
+        self.teachers[0].eval()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_networks_in_lists_that_hooks_change_are_what_the_next_fit_uses(strategy: str) -> None:
+    def fit(**options: Any) -> Teaches:
+        torch.manual_seed(0)
+        model = Teaches()
+        untouched = model.teachers[1].weight.clone()
+        for _ in range(2):
+            quiet(split_batches=True, precision="64-true", seed=0, **options).fit(model, loader(16, 4))
+        assert torch.equal(model.teachers[1].weight, untouched) and not model.teachers[0].training
+        return model
+
+    one, other = fit(), fit(strategy=strategy, devices=2)
+    assert distance(weights(other), weights(one)) < 1e-12
+    assert (one.teachers[0].weight - other.teachers[0].weight).abs().max() < 1e-12

@@ -145,7 +145,30 @@ class HoldsOptimizers(Net):
         return self.given
 
 
-@pytest.mark.parametrize("kind", [HoldsShapes, HoldsOptimizers, ChangesHyperparameters])
+class HoldsNetworks(Net):
+    """A teacher in a list, and one that a hook of the start makes, which follow the weights and make the loss; with a
+    layer of the model, which is not saved twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teachers: list[Any] = [nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3)), self.net]
+        self.holder = SimpleNamespace(made=None)
+
+    def on_fit_start(self) -> None:
+        self.holder.made = nn.Linear(8, 3, bias=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            taught = self.teachers[0](batch[0]) + self.holder.made(batch[0])
+        return super().training_step(batch, batch_idx) + (self(batch[0]) - taught).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for layer in (self.teachers[0][0], self.holder.made):
+                layer.weight.lerp_(self.net[3].weight[:, :8], 0.1)
+
+
+@pytest.mark.parametrize("kind", [HoldsShapes, HoldsOptimizers, HoldsNetworks, ChangesHyperparameters])
 def test_objects_continue(tmp_path: Path, kind: type[Net], caplog: pytest.LogCaptureFixture) -> None:
     whole = fit(callbacks=[Save(tmp_path)], kind=kind)
     with caplog.at_level(logging.WARNING, "lockstep"):
@@ -165,12 +188,14 @@ class Array(np.ndarray[Any, Any]):
 class ChangesInPlace(Net):
     def __init__(self) -> None:
         super().__init__()
+        self.averaged = SimpleNamespace(net=None)
         self.part, self.array = Part(a=0.0), np.zeros(3).view(Array)
         self.lists = [torch.optim.Adam(self.net[0].parameters(), lr=0.0)]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.part["a"] += 1
         self.array += 1
+        self.averaged.net = self.averaged.net or nn.Linear(8, 3)
         self.lists[0].param_groups[0]["lr"] += 0.1
         return super().training_step(batch, batch_idx)
 
@@ -181,4 +206,4 @@ def test_what_a_step_has_changed_in_place_and_is_not_saved_is_named(
     fit(callbacks=[Save(tmp_path)], kind=ChangesInPlace)
     with caplog.at_level(logging.WARNING, "lockstep"):
         fit(tmp_path / "2", ChangesInPlace)
-    assert ": array, lists, part; they begin" in caplog.text
+    assert ": array, averaged.net, lists, part; they begin" in caplog.text
