@@ -67,9 +67,9 @@ class VirtualStep(ShareHooks[W], SPMDStrategy[W]):
     capabilities = Capabilities(bitwise=True, refuses=_REFUSES)
     virtual_ranks = 1
     _num_windows = 0
+    _shapes: FollowedShapes
     _threads: int | None = None
     """What torch had before `setup`."""
-    _shapes: FollowedShapes
 
     def configure(
         self, *, devices: int | str = "auto", accelerator: str = "auto", num_nodes: int = 1, precision: str = "32-true"

@@ -47,6 +47,17 @@ def parts(value: Any) -> list[Any]:
     return [value]
 
 
+def modules_of(callbacks: Iterable[Any], module: nn.Module) -> dict[str, nn.Module]:
+    """What callbacks hold beside `module` in attributes, and in lists and dicts there, by name: such as metrics."""
+    held = (
+        (f"{type(each).__name__}.{name}" + (f"[{i}]" if part is not value else ""), part)
+        for each in callbacks
+        for name, value in getattr(each, "__dict__", {}).items()
+        for i, part in enumerate(parts(value))
+    )
+    return {name: part for name, part in held if isinstance(part, nn.Module) and part is not module}
+
+
 def iterators(owner: Any, known: set[int]) -> Iterator[str]:
     """The names of those of which nobody can tell where they are, and that are not `known`."""
     for name, value in attributes(owner).items():

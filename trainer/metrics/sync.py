@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from lockstep.strategies.sync.collective_fingerprint import counting_once
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.checkpoint.safetensors_file import CODES
-from lockstep.trainer.kept.owners import parts
+from lockstep.trainer.kept.owners import modules_of
 from lockstep.trainer.metrics.beside import watched_updates
 from lockstep.trainer.metrics.gathering import gather_values
+from lockstep.trainer.metrics.groups import fix_groups
 from lockstep.trainer.metrics.updates import (
     count_no_more,
     count_updates,
@@ -44,15 +46,16 @@ def synced_metrics(module: nn.Module, strategy: Strategy, callbacks: Iterable[An
     and a metric keeps samples, and counts those twice that several ranks share. Raises ValueError for a metric over the
     last updates, of which a rank has its own, and at its update for one that counts beside its states.
     """
-    place, named = strategy.topology, _held_by(callbacks, module) | torchmetrics_of(module)
-    found = {name: metric for metric, name in {metric: name for name, metric in named.items()}.items()}
-    refuse_windows(module, place.data_size)
+    place, found = strategy.topology, _found(module, callbacks)
+    named = {name: metric for name, metric, _ in found}
+    refuse_windows(named, place.data_size)
     num_ranks = place.data_size if place.world_size > 1 else strategy.num_devices
-    metrics = [metric for metric in found.values() if metric.dist_sync_fn is None] if place.world_size > 1 else []
-    for metric in metrics:
-        metric.dist_sync_fn, metric._sync_dist = Gather(strategy), Lists(metric, strategy, module)
+    parts = [part for _, metric, part in found if metric.dist_sync_fn is None and place.world_size > 1]
+    metrics = [metric for _, metric, _ in found if metric.dist_sync_fn is None and place.world_size > 1]
+    for metric, part in zip(metrics, parts, strict=True):
+        metric.dist_sync_fn, metric._sync_dist = Gather(strategy), Lists(metric, strategy, part)
     try:
-        with uncached(metrics), counted_updates(metrics), watched_updates(found, num_ranks, place.world_size == 1):
+        with uncached(metrics), counted_updates(metrics), watched_updates(named, num_ranks, place.world_size == 1):
             yield
     finally:
         for metric in metrics:
@@ -61,35 +64,31 @@ def synced_metrics(module: nn.Module, strategy: Strategy, callbacks: Iterable[An
 
 
 def sync_made(run: RunState, module: nn.Module) -> None:
-    """Let metrics that callbacks have made in hooks of the start gather as those do that they had before."""
-    held = _held_by(run.callbacks, module) if run.world_size > 1 and run.shares is None else {}
-    for metric in (each for each in held.values() if each.dist_sync_fn is None):
-        run.undo.append(partial(_let_alone, metric, metric.compute_with_cache))
-        metric.dist_sync_fn, metric._sync_dist = Gather(run.strategy), Lists(metric, run.strategy, module)
+    """Let metrics that hooks of the start of a run or an epoch have made gather as those do that there were before."""
+    for _, metric, part in _found(module, run.callbacks) if run.world_size > 1 and run.shares is None else ():
+        if metric.dist_sync_fn is not None:
+            continue
+        run.undo.append(partial(_let_alone, ref(metric), metric.compute_with_cache))
+        metric.dist_sync_fn, metric._sync_dist = Gather(run.strategy), Lists(metric, run.strategy, part)
         metric.compute_with_cache, metric._computed = False, None
         count_updates(metric)
 
 
-def _let_alone(metric: Any, with_cache: bool) -> None:
-    metric.dist_sync_fn, metric.compute_with_cache = None, with_cache
-    del metric._sync_dist
-    count_no_more(metric)
+def _let_alone(of: ref[Any], with_cache: bool) -> None:
+    if (metric := of()) is not None:  # else the next epoch has made another one
+        metric.dist_sync_fn, metric.compute_with_cache = None, with_cache
+        del metric._sync_dist
+        count_no_more(metric)
 
 
-def _held_by(callbacks: Iterable[Any], module: nn.Module) -> dict[str, Any]:
-    """The torchmetrics objects in attributes of callbacks, and in lists and dicts there, by name."""
-    held = (
-        (f"{type(each).__name__}.{name}", part)
-        for each in callbacks
-        for name, value in getattr(each, "__dict__", {}).items()
-        for part in parts(value)
-    )
-    return {
-        f"{place}.{name}" if name else place: metric
-        for place, part in held
-        if isinstance(part, nn.Module) and part is not module
-        for name, metric in torchmetrics_of(part).items()
-    }
+def _found(module: nn.Module, callbacks: Iterable[Any]) -> list[tuple[str, Any, nn.Module]]:
+    """The torchmetrics objects of `module` and in attributes of callbacks: names, objects, and what holds them."""
+    found = {id(metric): (name, metric, module) for name, metric in torchmetrics_of(module).items()}
+    for place, part in modules_of(callbacks, module).items():
+        fix_groups(part)
+        for name, metric in torchmetrics_of(part).items():
+            found.setdefault(id(metric), (f"{place}.{name}" if name else place, metric, part))
+    return [*found.values()]
 
 
 @contextmanager
@@ -106,9 +105,9 @@ def uncached(metrics: Sequence[Any]) -> Iterator[None]:
             metric.compute_with_cache = value
 
 
-def refuse_windows(module: nn.Module, num_ranks: int) -> None:
+def refuse_windows(metrics: Mapping[str, Any], num_ranks: int) -> None:
     """Raise ValueError for a metric over the last updates, where several ranks or shares have some of them."""
-    for name, metric in torchmetrics_of(module).items() if num_ranks > 1 else ():
+    for name, metric in metrics.items() if num_ranks > 1 else ():
         if any(kind.__module__ == "torchmetrics.wrappers.running" for kind in type(metric).__mro__):
             raise ValueError(
                 f"{name} ({type(metric).__name__}) is over the last {getattr(metric, 'window', 'few')} updates, and "

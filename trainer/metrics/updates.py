@@ -48,8 +48,10 @@ def growing(metric: Any) -> list[str]:
 
 def rows_of(metric: Any) -> list[list[int]]:
     """For each update since the last reset how many items it has added; fewer rows where that is not known."""
-    count = metric._update_count
-    return (vars(metric).get(ADDED) or [])[-count:] if count else []
+    rows, count = vars(metric).get(ADDED) or [], metric._update_count
+    if not metric._enable_grad:  # else the count is of this batch alone
+        del rows[: max(0, len(rows) - count)]  # from before a reset, where only `forward` has updated since
+    return rows[-count:] if count else []
 
 
 def put_rows(metric: Any, rows: list[list[int]] | None) -> None:

@@ -21,6 +21,7 @@ from lockstep.strategies.data.sharded_loader import MicroBatch, Window
 from lockstep.strategies.launch.phase import CALLBACKS, END_OF_STEP, OPTIMIZER_STEP, set_phase
 from lockstep.strategies.optimizers.numbers import hash_of_rates
 from lockstep.trainer.kept.outputs import reads_outputs
+from lockstep.trainer.metrics.sync import sync_made
 from lockstep.trainer.run import evaluate, loss_means, publish, saving
 from lockstep.trainer.run.guards import check_weight, on_any_rank
 from lockstep.trainer.run.hooks import check_exchanged, is_users, refuse_skip
@@ -158,6 +159,7 @@ def _begin_epoch(run: RunState, module: Module, loop: FitLoop) -> tuple[bool, It
         if run.accumulate_grad_batches != loop.train_loader.plan["accumulate"]:
             reload.change_accumulation(run, loop)
     check_exchanged(run, module)
+    sync_made(run, module)
     if follow_training(run, loop.train_loader):
         reload.measure_again(run, loop)
     stop = saving.agree_to_stop(run) or saving.is_at_last_step(run)

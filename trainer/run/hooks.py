@@ -6,13 +6,12 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.callbacks.base import Callback, Logger
 from lockstep.callbacks.lambda_callback import LambdaCallback
@@ -23,6 +22,7 @@ from lockstep.strategies.launch.phase import current_phase, set_phase
 from lockstep.strategies.modules.side_effect_free import metrics_uncounted
 from lockstep.trainer import lightning_names
 from lockstep.trainer.datamodule import DataModule
+from lockstep.trainer.kept.owners import modules_of
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import publish
 
@@ -161,7 +161,9 @@ def of_package(owner: Any) -> bool:
 def _uncounted(run: RunState, hook: Callable[..., Any], *args: Any) -> Any:
     """Call a hook of a batch, where torchmetrics objects count nothing of padding."""
     assert run.module is not None
-    with metrics_uncounted(run.module) if run.metrics.is_padding else nullcontext():
+    if not run.metrics.is_padding:
+        return hook(*args)
+    with metrics_uncounted(nn.ModuleList([run.module, *modules_of(run.callbacks, run.module).values()])):
         return hook(*args)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +52,9 @@ class MetricState:
 def shared_metrics(shares: Shares, module: nn.Module) -> Iterator[None]:
     """While it lasts the metrics of `module` compute over the states of all shares, and reset all of them."""
     num_shares = shares._run.strategy.virtual_ranks or 1
-    refuse_windows(module, num_shares)
+    refuse_windows(torchmetrics_of(module), num_shares)
     found = {name: metric for name, metric in torchmetrics_of(module).items() if metric.dist_sync_fn is None}
+    refuse_of_one_rank(found, num_shares)
     metrics = [*found.values()]
     for metric in metrics:
         metric._sync_dist, metric.reset = _Together(shares, metric), _ResetAll(shares, metric)
@@ -65,6 +66,18 @@ def shared_metrics(shares: Shares, module: nn.Module) -> Iterator[None]:
         for metric in metrics:
             del metric._sync_dist, metric.reset
             metric.distributed_available_fn = None
+
+
+def refuse_of_one_rank(metrics: Mapping[str, Any], num_shares: int) -> None:
+    """Raise ValueError for a metric that is to gather in each step, which the shares of a rank run one after the other,
+    or never, so that it would have what is of one share."""
+    for name, metric in metrics.items() if num_shares > 1 else ():
+        if metric.dist_sync_on_step or not metric.sync_on_compute:
+            given = "dist_sync_on_step=True" if metric.dist_sync_on_step else "sync_on_compute=False"
+            raise ValueError(
+                f"{name} ({type(metric).__name__}) has {given}, but a rank runs its shares of {num_shares} one after "
+                "the other, so that a value would be of some of them; remove it, or virtual_ranks"
+            )
 
 
 class _OfShares:

@@ -192,7 +192,8 @@ class _Search:
             read(_never_same, value)
             tensors = value.state_dict(keep_vars=True).items()
             found = {key: self._mark(tensor, name, 1) for key, tensor in tensors if isinstance(tensor, Tensor)}
-            return {"": getattr(value, "_update_count", None)} | found  # of a metric: its sums are in no state dict
+            updates = {path: getattr(part, "_update_count", 0) for path, part in value.named_modules()}
+            return {"": updates} | found  # of metrics, whose sums are in no state dict
         if hasattr(type(value), "__next__") and place_of(value) is not None:
             return read(place_of, value)
         return self._contents_of(value, name, depth)
