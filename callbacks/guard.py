@@ -96,8 +96,8 @@ def check_replicas(trainer: Trainer, module: Module, gradients: bool = False) ->
                     f"the replicas have drifted apart: after step {trainer.global_step} {name} on rank {rank} is not "
                     f"what it is on rank {holder}; "
                     "look for code that changes parameters or gradients, or draws random numbers for them, differently "
-                    "by rank; an optimizer that draws later than in its first 16 steps, or with a closure, needs a "
-                    "torch.Generator of its own, seeded alike on all ranks"
+                    "by rank; an optimizer that draws with a closure, or by functions of other files later than in its "
+                    "first 16 steps, needs a torch.Generator of its own, seeded alike on all ranks"
                 )
     return has_replicas
 

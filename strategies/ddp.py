@@ -166,6 +166,8 @@ class DDP(SPMDStrategy[Replica]):
         if wrapped.unstepped:
             self._wrap_stepped(wrapped)
         wrapped.begin_window()
+        for draws in self._draws:
+            draws.leave()
         if hooks.whole_gradients and self.topology.data_size > 1:
             if len(window.micro_batches) > 1 and self.compressor is not None:
                 raise partial_gradient("compress sends the gradient of a whole step")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,10 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.strategies.launch import environment
+from lockstep.strategies.launch.program.functions import codes_of
 
+_DRAWING = re.compile(r"rand|normal_?$|uniform|bernoulli|multinomial|dropout|exponential|poisson|gauss|shuffle|choice")
+"""In names of functions that draw."""
 _LOOKS = 16
 """Steps in which it is seen whether an optimizer draws; later ones of an optimizer that has not cost nothing."""
 
@@ -85,6 +91,21 @@ def take_first_streams(broadcast: Callable[[Any], Any], is_first: bool) -> None:
         restore_streams(pickle.loads(shared.numpy().tobytes()))
 
 
+def _may_draw(kind: type) -> bool:
+    """Whether methods of a class, or functions of their files that these call, name what draws random numbers, which
+    they may do in later steps only."""
+    members = [value for each in kind.__mro__[:-1] if each is not Optimizer for value in vars(each).values()]
+    functions = [inspect.unwrap(value) for value in members if isinstance(value, FunctionType)]
+    for function in functions:  # grows
+        names = {name for code in codes_of(function) for name in code.co_names}
+        if any(map(_DRAWING.search, names)):
+            return True
+        held = [function.__globals__.get(name) for name in names]
+        called = [inspect.unwrap(value) for value in held if isinstance(value, FunctionType)]
+        functions += [value for value in called if value.__globals__ is function.__globals__ and value not in functions]
+    return False
+
+
 class SharedDraws:
     """Lets an optimizer draw on every rank what it draws on rank 0, as on one process.
 
@@ -93,7 +114,7 @@ class SharedDraws:
 
     def __init__(self, optimizer: Optimizer, broadcast: Callable[[Any], Any], is_first: bool) -> None:
         self._broadcast, self._is_first = broadcast, is_first
-        self._steps, self._draws = 0, False
+        self._steps, self._draws = 0, _may_draw(type(optimizer))
         self._open: tuple[AbstractContextManager[None], dict[str, Any]] | None = None
         self._handles = [
             optimizer.register_step_pre_hook(self._begin),
@@ -101,18 +122,18 @@ class SharedDraws:
         ]
 
     def close(self) -> None:
-        self._leave()
+        self.leave()
         for handle in self._handles:
             handle.remove()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """After a step that has raised, which calls no hook."""
         if self._open is not None:
             (shared, _), self._open = self._open, None
             shared.__exit__(None, None, None)
 
     def _begin(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._leave()
+        self.leave()
         if len(args) > 1 or kwargs.get("closure") is not None:  # which runs the model, on each rank with its own noise
             return
         shared = shared_streams(self._broadcast, self._is_first)

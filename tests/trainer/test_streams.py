@@ -401,8 +401,29 @@ class SampledByHand(Sampled):
         optimizer.step()
 
 
+class Late(Langevin):
+    """Adds noise once it has taken more steps than a run watches."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        if self.steps > 18:
+            super().step()
+        else:
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(p.grad, alpha=-1e-2)
+
+
+class SampledLate(Sampled):
+    def configure_optimizers(self) -> Any:
+        return Late(self.parameters(), 1e-2)
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", [Sampled, SampledByHand])
+@pytest.mark.parametrize("kind", [Sampled, SampledByHand, SampledLate])
 def test_an_optimizer_draws_on_ranks_what_it_draws_on_one_process(kind: type[Net]) -> None:
     found = []
     options: dict[str, Any] = {"split_batches": True, "precision": "64-true", "seed": 0, "max_epochs": 5}

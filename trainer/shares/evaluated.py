@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
-from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.model_changes import shortened
-from lockstep.strategies.sync.contents import checksum, sum_of_bits
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
+from lockstep.trainer.shares.marks import bits_of
 from lockstep.trainer.shares.optimizer_values import OptimizerValues
 
 if TYPE_CHECKING:
@@ -64,9 +62,9 @@ class _Model:
             for name, buffer in part._buffers.items()
             if name not in part._non_persistent_buffers_set and id(buffer) not in counted
         ]
-        self._optimizers = OptimizerValues(optimizers, True)
+        self._optimizers = OptimizerValues(optimizers, True, reads=True)
         self._marks = {name: _mark(tensor) for name, tensor in self._held()}
-        self._bits = {name: _bits(tensor) for name, tensor in self._held()}
+        self._bits = {name: bits_of(tensor) for name, tensor in self._held()}
         self._looks = 0
 
     def changed(self, reads: bool) -> list[str]:
@@ -75,9 +73,9 @@ class _Model:
         for name, tensor in self._held():
             if reads or _mark(tensor) != self._marks.get(name):
                 self._marks[name] = _mark(tensor)
-                if _bits(tensor) != self._bits.get(name):  # else it was put back
+                if bits_of(tensor) != self._bits.get(name):  # else it was put back
                     names.append(name)
-        return names + (["what an optimizer holds"] if self._optimizers.are_changed else [])
+        return names + (["what an optimizer holds"] if self._optimizers.are_changed(reads) else [])
 
     def _held(self) -> list[tuple[str, Tensor | None]]:
         return [*self._parameters.items(), *((name, held.get(key)) for name, held, key in self._buffers)]
@@ -86,12 +84,3 @@ class _Model:
 def _mark(tensor: Tensor | None) -> Any:
     own = getattr(tensor, "_local_tensor", tensor)
     return None if own is None or own.is_inference() else (id(tensor), own._version, own.untyped_storage()._cdata)
-
-
-def _bits(tensor: Tensor | None) -> Any:
-    own = getattr(tensor, "_local_tensor", tensor)
-    if own is None or not is_here(own) or own.is_meta or own.layout != torch.strided or own.is_quantized:
-        return None
-    if own.numel() and not own.untyped_storage().size():  # an engine has freed it
-        return None
-    return own.shape, own.dtype, checksum(own) if own.is_cpu else int(sum_of_bits(own))

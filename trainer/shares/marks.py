@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.modules.absent import is_here
-from lockstep.strategies.sync.contents import checksum
+from lockstep.strategies.sync.contents import checksum, sum_of_bits
 
 NUMBERS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _READ_BYTES = 2**22
@@ -41,6 +41,16 @@ def of_tensor(tensor: Tensor) -> Any:
             return version, tensor.data_ptr()
         return tuple(tensor.shape), tensor.dtype, checksum(tensor)
     return version, id(tensor)
+
+
+def bits_of(tensor: Tensor | None) -> Any:
+    """The shape, dtype and a checksum of what this process has of a tensor of any size; None if that cannot be read."""
+    own = getattr(tensor, "_local_tensor", tensor)
+    if own is None or not is_here(own) or own.is_meta or own.layout != torch.strided or own.is_quantized:
+        return None
+    if own.numel() and not own.untyped_storage().size():  # an engine has freed it
+        return None
+    return own.shape, own.dtype, checksum(own) if own.is_cpu else int(sum_of_bits(own))
 
 
 def noted(value: Any) -> Any:

@@ -10,26 +10,28 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.strategies.optimizers.numbers import numbers_of, put_back, same
+from lockstep.trainer.shares.marks import bits_of
 
 
 class OptimizerValues:
     """The numbers of parameter groups, and what tells whether the state or an attribute of optimizers was changed, in
     one window.
 
-    Without `watches_state` that is not noted, as on a rank with one share, which may change it.
+    Without `watches_state` that is not noted, as on a rank with one share, which may change it. `reads`: also its bits,
+    which tell what was changed by `.data`.
     """
 
-    def __init__(self, optimizers: Collection[Optimizer], watches_state: bool) -> None:
-        self._optimizers, self._watches_state = optimizers, watches_state
+    def __init__(self, optimizers: Collection[Optimizer], watches_state: bool, reads: bool = False) -> None:
+        self._optimizers, self._watches_state, self._reads = optimizers, watches_state, reads
         self._begun, self._held = self._numbers(), self._state()
         self._tensors = [getattr(value, "_local_tensor", value) for value in self._held if isinstance(value, Tensor)]
         self._versions = [*map(_VERSION, self._tensors)]
+        self._bits = self._read() if reads else []
         self._left: list[dict[str, Any]] | None = None
         """As the share before has left them."""
 
-    @property
-    def are_changed(self) -> bool:
-        return self._is_other() or not all(map(same, self._numbers(), self._begun))
+    def are_changed(self, reads: bool) -> bool:
+        return self._is_other(reads) or not all(map(same, self._numbers(), self._begun))
 
     def end_share(self) -> None:
         """Let the next share begin with what this one began with.
@@ -47,7 +49,7 @@ class OptimizerValues:
 
     def refuse_changed_state(self) -> None:
         """Called before the last share begins: what the others have changed is not the same again by then."""
-        if self._is_other():
+        if self._is_other(self._reads):
             raise RuntimeError(
                 "training_step or a hook of a batch changed the state of an optimizer, which the shares of this rank "
                 "have in common; change it in a hook such as on_before_zero_grad"
@@ -67,13 +69,14 @@ class OptimizerValues:
     def _numbers(self) -> list[dict[str, Any]]:
         return [numbers_of(group) for group in self._groups()]
 
-    def _is_other(self) -> bool:
+    def _is_other(self, reads: bool) -> bool:
         """Whether the state or an attribute was replaced, or a tensor of the state written to."""
         now = self._state()
         return (
             len(now) != len(self._held)
             or not (all(map(is_, now, self._held)) or all(map(_same, now, self._held)))
             or [*map(_VERSION, self._tensors)] != self._versions
+            or (reads and self._read() != self._bits)
         )
 
     def _state(self) -> list[Any]:
@@ -85,6 +88,9 @@ class OptimizerValues:
         own = [vars(optimizer).items() for optimizer in self._optimizers]
         held = [part for items in own for item in items if isinstance(item[1], _PLAIN) for part in item]
         return held + [value for entry in entries for value in entry.values()]
+
+    def _read(self) -> list[Any]:
+        return [*map(bits_of, self._tensors)]
 
 
 _PLAIN = (int, float, str)

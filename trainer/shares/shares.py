@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from lockstep.trainer.run.state import RunState
 
 Values = dict[tuple[nn.Module, str], Any]
+_LOOKS = 10
+"""Windows in which the bits of what optimizers hold are compared; in later ones only what torch notes is."""
 
 
 class Shares:
@@ -40,7 +42,7 @@ class Shares:
         self._run, self._module = run, module
         self._parts = Parts(module)
         self.state = UserState(run, self._parts)
-        self._keeps_state = False
+        self._keeps_state, self._windows = False, 0
         self.place: tuple[str | int, ...] = ("outside",)
         """Names what is computed now: all random streams are functions of the run's seed and this."""
         self._share: int | None = None
@@ -143,7 +145,9 @@ class Shares:
         self._users = parts.attributes
         self._buffers = [_Buffer(*place) for place in self._places()]
         self._values, self._plain = _values(self._users.now()), (parts.plain, parts.plain.now())
-        self._of_optimizers = OptimizerValues(self._run.optimizers.values(), len(self.own) > 1)
+        self._windows += 1
+        reads = self._windows <= _LOOKS
+        self._of_optimizers = OptimizerValues(self._run.optimizers.values(), len(self.own) > 1, reads)
 
     def _places(self) -> list[tuple[nn.Module, str]]:
         return [

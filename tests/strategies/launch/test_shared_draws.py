@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.strategies.launch.rng import SharedDraws, stream_states
+from lockstep.strategies.launch.rng import SharedDraws, _may_draw, stream_states
 
 
 class Fails(torch.optim.SGD):
@@ -33,5 +33,21 @@ def test_a_step_that_raises_leaves_the_streams_of_the_rank() -> None:
         with pytest.raises(ArithmeticError):
             optimizer.step()
     assert not torch.equal(torch.get_rng_state(), own)
-    draws.close()
+    draws.leave()  # as the next step of the model begins
     assert torch.equal(torch.get_rng_state(), own)
+    draws.close()
+
+
+def _noise(p: torch.Tensor) -> torch.Tensor:
+    return torch.randn_like(p)
+
+
+class Noisy(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(_noise(p))
+
+
+@pytest.mark.parametrize(("kind", "may"), [(Noisy, True), (torch.optim.SGD, False), (torch.optim.AdamW, False)])
+def test_an_optimizer_whose_code_names_what_draws_may_draw_later(kind: type, may: bool) -> None:
+    assert _may_draw(kind) is may

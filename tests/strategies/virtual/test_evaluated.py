@@ -95,9 +95,27 @@ def test_what_an_evaluation_changes_is_refused_by_name(name: str, where: str) ->
         fit(CHANGES[name], where)
 
 
-def test_the_state_of_an_optimizer_is_too() -> None:
+def momentum_by_data(module: Any, batch_idx: int) -> None:
+    for state in module.optimizers().state.values() if batch_idx == 3 else ():
+        state["momentum_buffer"].data.mul_(0.5)
+
+
+@pytest.mark.parametrize("change", [momentum, momentum_by_data])
+def test_the_state_of_an_optimizer_is_too(change: Callable[[Any, int], Any]) -> None:
     with pytest.raises(RuntimeError, match="changed what an optimizer holds in an evaluation"):
-        fit(momentum, "step")
+        fit(change, "step")
+
+
+class Halves(Changes):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        momentum_by_data(self, batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def test_state_of_an_optimizer_that_a_step_changes_by_data_is_refused() -> None:
+    trainer = quiet(virtual_ranks=2, max_epochs=1, seed=0, split_batches=True)
+    with pytest.raises(RuntimeError, match="changed the state of an optimizer, which the shares of this rank have"):
+        trainer.fit(Halves(momentum, "never"), loader(32))
 
 
 @pytest.mark.ranks
