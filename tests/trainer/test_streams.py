@@ -417,6 +417,26 @@ class Late(Langevin):
                 p.data.add_(p.grad, alpha=-1e-2)
 
 
+class Hooked(Net):
+    """Notes how many steps a hook of the optimizer has seen."""
+
+    def configure_optimizers(self) -> Any:
+        self.seen = 0
+        optimizer = Late(self.parameters(), 1e-2)
+        optimizer.register_step_post_hook(self.see)
+        return optimizer
+
+    def see(self, *_: Any) -> None:
+        self.seen += 1
+
+
+@pytest.mark.ranks
+def test_hooks_of_steps_are_called_on_ranks_after_a_run_in_the_program() -> None:
+    for layout in ({"devices": 1}, {"strategy": "ddp", "devices": 2}):
+        quiet(accelerator="cpu", split_batches=True, **layout).fit(module := Hooked(), loader(32, 8))
+        assert module.seen == 4
+
+
 class SampledLate(Sampled):
     def configure_optimizers(self) -> Any:
         return Late(self.parameters(), 1e-2)

@@ -225,6 +225,8 @@ def parts_of(value: Any, is_own: Callable[[type], bool], is_compared: Callable[[
     if not (isinstance(value, (dict, FunctionType)) or has_settings(value, is_own)):
         return None
     held = {key: item for key, item in _held_by(value).items() if not is_of_process(key, item)}
+    if isinstance(value, FunctionType):
+        held.pop("hooked", None)  # by which torch would take the step of an optimizer on a rank for one with hooks
     data = {key: item for key, item in held.items() if is_compared(item)}
     others = {key: _kind(item) for key, item in held.items() if key not in data}
     return Parts(_kind(value), data, others) if data else None
