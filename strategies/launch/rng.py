@@ -16,7 +16,6 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.strategies.launch import environment
-from lockstep.strategies.launch.program.functions import codes_of
 
 _DRAWING = re.compile(r"rand|normal_?$|uniform|bernoulli|multinomial|dropout|exponential|poisson|gauss|shuffle|choice")
 """In names of functions that draw."""
@@ -94,6 +93,8 @@ def take_first_streams(broadcast: Callable[[Any], Any], is_first: bool) -> None:
 def _may_draw(kind: type) -> bool:
     """Whether methods of a class, or functions of their files that these call, name what draws random numbers, which
     they may do in later steps only."""
+    from lockstep.strategies.launch.program.functions import codes_of
+
     members = [value for each in kind.__mro__[:-1] if each is not Optimizer for value in vars(each).values()]
     functions = [inspect.unwrap(value) for value in members if isinstance(value, FunctionType)]
     for function in functions:  # grows
