@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.strategies.deepspeed.access import Access
 from lockstep.strategies.modules.model_changes import shortened
@@ -24,12 +27,16 @@ class Partitions:
         self._offloads = engine.zero_cpu_offload()
         self._kept = [flat.grad for flat in self.flats()]
         self._changed, self._versions = False, [parameter._version for parameter in trained]
+        self._assigned: list[tuple[str, StorageWeakRef]] = []
+        """Names of parameters, and the memory that user code has assigned to their `data`."""
         self._written: dict[int, tuple[nn.Parameter, Tensor]] = {}
         """What layers had whole under stage 3, and whether it was changed."""
         self._views = [] if self.stage == 3 else [(parameter, parameter.detach()) for parameter in trained]
 
     def begin_window(self) -> None:
         """Empty what the engine would add gradients to, or take for this window's."""
+        if self._assigned:
+            self._refuse_kept()
         if self.stage == 3:
             self.adopt_weights()  # the engine frees what no optimizer steps with the backward
             # a parameter without gradient would be stepped by its last one
@@ -47,16 +54,38 @@ class Partitions:
         """
         optimizer, rank = self._engine.optimizer, dist.get_rank()
         if self.stage == 3:
+            self._refuse_shared(optimizer.persistent_parameters)
             for parameter in optimizer.persistent_parameters:  # the others are not there to be changed
                 self._take_changes(parameter)
             return
         self._changed = self._changed or self._versions != [parameter._version for parameter in self._trained]
-        for parameter, view in self._views:
-            if parameter.data_ptr() != view.data_ptr():  # `.data` was assigned
-                view.copy_(parameter)
-                parameter.data = view
+        moved = [pair for pair in self._views if pair[0].data_ptr() != pair[1].data_ptr()]  # `.data` was assigned
+        if moved:
+            self._refuse_shared(self._model.parameters())
+            own = {view.untyped_storage().data_ptr() for _, view in self._views}
+            theirs = [p for p, _ in moved if p.untyped_storage().data_ptr() not in own]
+            self._assigned += [(self._name_of(p), StorageWeakRef(p.untyped_storage())) for p in theirs]
+            values = [parameter.detach().clone() for parameter, _ in moved]  # two may have been swapped
+            for (parameter, view), value in zip(moved, values, strict=True):
+                parameter.data = view.copy_(value)
         for parts, high in zip(optimizer.parallel_partitioned_bit16_groups, self.flats(), strict=True):
             self._changed = _take_changes(high, parts[rank]) or self._changed
+
+    def _refuse_shared(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise RuntimeError for two of these with elements in common, as after `a.data = b.data`."""
+        with self._access.of_engine():
+            spans = sorted((p.data_ptr(), p.numel() * p.element_size(), i, p) for i, p in enumerate(parameters))
+        for (place, size, _, one), (begin, _, _, other) in itertools.pairwise(spans):
+            if place + size > begin:
+                raise _shared(self._name_of(one), f"those of {self._name_of(other)}")
+
+    def _refuse_kept(self) -> None:
+        """Raise RuntimeError if user code still holds what it has assigned to `data` of a parameter. To be called when
+        no hook of the user's runs, whose variables would hold it."""
+        for name, memory in self._assigned:
+            if not memory.expired() and gc.collect() >= 0 and not memory.expired():
+                raise _shared(name, "those of a tensor that user code keeps")
+        self._assigned.clear()
 
     def take_changed(self) -> bool:
         """Whether user code has changed weights on this rank since the last call. On accelerators changes by way of
@@ -127,6 +156,7 @@ class Partitions:
         self._access.hides_gradients = hides and not gathers
         try:
             yield
+            self._refuse_shared(self._model.parameters())
             with self._access.of_engine(), torch.no_grad():
                 for parameter in self._trained if gathers else ():
                     if parameter.grad is None:
@@ -265,6 +295,14 @@ class Partitions:
             (self.flats()[mapping.param_group_index] if state is None else state)[at : at + numel],
             mapping.lp_fragment_address.start,
         )
+
+
+def _shared(name: str, other: str) -> RuntimeError:
+    return RuntimeError(
+        f"`data` of {name} was assigned: its elements are {other}, so that on one process a change of one is a change "
+        "of both, but DeepSpeed keeps each parameter by itself; assign a clone(), or tie parameters before fit "
+        "(head.weight = embedding.weight)"
+    )
 
 
 class _Piece(NamedTuple):

@@ -19,11 +19,9 @@ from lockstep.strategies.mesh.tensor_plan.plan import Plan
 from lockstep.strategies.mesh.unsharded_writes import (
     UnshardedWrites,
     follow_hook,
-    has_gradient,
     init_unsharded,
     is_freed,
     param_groups,
-    refuse_kept,
 )
 from lockstep.strategies.mesh.whole_model import Lender
 from lockstep.strategies.modules.casts import follow_casts
@@ -87,8 +85,6 @@ class MeshModel(nn.Module):
         if not self.depth:
             self._calls.clear()
             self.writes.awaited.clear()
-            if self.units:
-                self.writes.look(self)
         if self.manual:
             self.follow_flags()
         self.depth += 1
@@ -206,7 +202,6 @@ class MeshModel(nn.Module):
         """Make the parameters that no block holds whole."""
         if self.units:
             self.unshard()  # type: ignore[operator]
-            self.writes.look(self)
             if self.manual:
                 held = (parameter for _, parameter in self._held() if hasattr(parameter, "_unsharded_param"))
                 self._trained = {id(parameter): parameter.unsharded_param.requires_grad for parameter in held}
@@ -225,7 +220,7 @@ class MeshModel(nn.Module):
         self.writes.awaited.clear()
         if self.units and self._looks:
             self._looks -= 1
-            refuse_kept(self.model)
+            mixed_tensors.refuse_kept(self.model)
 
     def write_back(self) -> None:
         """Bring what user code has changed of whole parameters to the shards."""
@@ -295,7 +290,7 @@ class MeshModel(nn.Module):
         self._held_back.clear()
         for unit in self.reused:
             for group in param_groups(unit):
-                if any(has_gradient(parameter) for parameter in group.fsdp_params):
+                if any(_has_gradient(parameter) for parameter in group.fsdp_params):
                     group.post_backward()
                     group.finalize_backward()
 
@@ -360,8 +355,6 @@ class MeshModel(nn.Module):
         for unit in self.units:
             if unit is not self:
                 keep_containers(unit, self._called)
-                # Between what torch does before and after the forward: gathers and frees.
-                unit.register_forward_pre_hook(lambda module, args: self.writes.look(module))
                 follow_hook(unit, self.writes.write_back)
             for group in param_groups(unit):
                 for parameter in group.fsdp_params:  # torch calls it once values were loaded or converted
@@ -389,3 +382,9 @@ class MeshModel(nn.Module):
 def _with_gradient(output: Any) -> list[Tensor]:
     leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
     return [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+
+
+def _has_gradient(parameter: Any) -> bool:
+    if not hasattr(parameter, "_unsharded_param"):
+        return False
+    return parameter.unsharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None

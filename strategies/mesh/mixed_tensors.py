@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lockstep.strategies.data.batch_slices import tensors_of
 from lockstep.strategies.modules.sharded_errors import INSTEAD
 
 
@@ -50,7 +51,9 @@ def install() -> None:
                 f"parameter of shape {list(self.shape)} and {self.dtype}, or it is sharded over other ranks; assign "
                 "one like it, or change the parameter before fit"
             )
-        new = value.redistribute(placements=self.placements)._local_tensor
+        new, source = value.redistribute(placements=self.placements)._local_tensor, value._local_tensor
+        if new.is_set_to(self._local_tensor):
+            return
         shard, call = assigns.get(id(self), (None, None))
         if shard is self and call is not None:
             call(new)
@@ -59,14 +62,31 @@ def install() -> None:
         else:  # torch would lose it; what the backward uses of the values before is left as it was
             self._local_tensor.data = new
             increment_version(self._local_tensor)
+        note_assigned(self._local_tensor, source)
+
+    def give(self: nn.Parameter, value: Tensor) -> None:
+        if isinstance(value, DTensor):  # of which torch would take no values, and end the process later
+            raise RuntimeError(
+                f"a tensor of shape {list(value.shape)}, of which this rank holds a shard, was assigned to `data` of a "
+                f"parameter of shape {list(self.shape)} that is whole here; {INSTEAD}"
+            )
+        data.__set__(self, value)
+
+    def take(self: Tensor) -> Any:
+        if not self.is_cpu:
+            data_taken.add(id(self))
+        return data.__get__(self)
 
     data: Any = Tensor.data
-    DTensor.data = property(data.__get__, assign)  # type: ignore[assignment]
+    DTensor.data = property(take, assign)  # type: ignore[assignment]
+    nn.Parameter.data = property(take, give)  # type: ignore[assignment]
 
 
 assigns: dict[int, tuple[Tensor, Callable[[Tensor], None]]] = {}
 """By the id of the shard of a parameter the shard, and what is to be called with this rank's part of what is assigned
 to its `data`. A weak reference would forbid casts."""
+data_taken: set[int] = set()
+"""Ids of parameters on accelerators of which user code has taken `data`, to which writes leave no trace."""
 _in_steps = 0
 
 
@@ -217,41 +237,99 @@ def _watch_copies(dispatcher: Any) -> None:
 
 _copies: list[tuple[StorageWeakRef, StorageWeakRef]] = []
 """Shards, and copies of what they are part of, that user code may still hold."""
+_assigned: list[tuple[StorageWeakRef, StorageWeakRef]] = []
+"""Shards, and what user code has assigned to `data` of their parameters, which has been copied into them."""
 
 
 def note_copy(shard: Tensor, copy: Any) -> None:
-    if len(_copies) >= 1024 and len(_copies).bit_count() == 1:  # at each power of two
-        _copies[:] = [pair for pair in _copies if not pair[1].expired()]
+    _note(_copies, shard, copy)
+
+
+def note_assigned(shard: Tensor, value: Any) -> None:
+    """The shard has got a copy of this rank's part of `value`, unless it has its memory now."""
+    _note(_assigned, shard, value)
+    of_shard, of_value = _assigned[-1]
+    if of_shard == of_value:
+        _assigned.pop()
+    _assigned.extend((of_shard, other) for other, copy in _copies if copy == of_value)  # a view that is a copy
+
+
+def _note(pairs: list[tuple[StorageWeakRef, StorageWeakRef]], shard: Tensor, copy: Any) -> None:
+    if len(pairs) >= 1024 and len(pairs).bit_count() == 1:  # at each power of two
+        pairs[:] = [pair for pair in pairs if not pair[1].expired()]
     memory = (tensor.untyped_storage() for tensor in (shard, getattr(copy, "elem", copy)))
     of_shard, of_copy = map(StorageWeakRef, memory)
-    _copies.append((of_shard, of_copy))
+    pairs.append((of_shard, of_copy))
 
 
 def refuse_kept_copies(model: nn.Module, strategy: str) -> None:
-    """Raise RuntimeError if somebody holds a view of a parameter that is a copy, before a step changes the parameter.
+    """Raise RuntimeError if somebody holds a view of a parameter that is a copy, or what `refuse_assigned` refuses,
+    before a step changes the parameter.
 
     To be called when no hook of the user's runs, whose variables would hold them.
     """
-    if all(copy.expired() for _, copy in _copies):
-        _copies.clear()
-        return
+    refuse_assigned(model, strategy)
+    if _copies and (name := _kept(_copies, model)):
+        raise RuntimeError(
+            f"user code keeps a view of {name} (a slice of it, or a detach() or state_dict() within whole()), "
+            f"which is a copy, as {strategy} shards the parameter over ranks, and would not follow it; keep a "
+            "clone() of the values, or take the view again where you need it"
+        )
+
+
+def refuse_assigned(model: nn.Module, strategy: str) -> None:
+    """Raise RuntimeError if somebody, as another parameter, holds what was copied into a parameter as its `data`."""
+    if _assigned and (name := _kept(_assigned, model)):
+        raise RuntimeError(
+            f"what was assigned to `data` of {name} is kept by another parameter or by user code, so that on one "
+            f"process a change of one is a change of both, but {strategy} shards the parameter over ranks and has "
+            "copied it; assign a clone(), or tie parameters before fit (head.weight = embedding.weight)"
+        )
+
+
+def _kept(pairs: list[tuple[StorageWeakRef, StorageWeakRef]], model: nn.Module) -> str | None:
+    """The first parameter of whose copies one is still held. Empties `pairs`."""
+    if all(copy.expired() for _, copy in pairs):
+        pairs.clear()
+        return None
     shards = {
         StorageWeakRef(parameter._local_tensor.untyped_storage()).cdata: name
         for name, parameter in model.named_parameters()
         if hasattr(parameter, "_local_tensor")
     }
-    _copies[:] = [(shard, copy) for shard, copy in _copies if shard.cdata in shards and not copy.expired()]
-    if _copies:
+    pairs[:] = [(shard, copy) for shard, copy in pairs if shard.cdata in shards and not copy.expired()]
+    if pairs:
         gc.collect()  # torch.save, for one, leaves tensors to it
-    alive = {shard.cdata for shard, copy in _copies if not copy.expired()}
-    _copies.clear()
-    for cdata, name in shards.items() if alive else ():
-        if cdata in alive:
-            raise RuntimeError(
-                f"user code keeps a view of {name} (a slice of it, or a detach() or state_dict() within whole()), "
-                f"which is a copy, as {strategy} shards the parameter over ranks, and would not follow it; keep a "
-                "clone() of the values, or take the view again where you need it"
-            )
+    alive = {shard.cdata for shard, copy in pairs if not copy.expired()}
+    pairs.clear()
+    return next((name for cdata, name in shards.items() if cdata in alive), None)
+
+
+def refuse_kept(model: nn.Module) -> None:
+    """Once the units are freed, raise RuntimeError for a tensor in an attribute of a layer of the user's that a step
+    has made of the memory of a whole parameter: to read it would end the process."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if type(value) is Tensor and value.numel() and has_no_memory(value):
+                raise RuntimeError(
+                    f"{name + '.' if name else ''}{key} was given a view (.data, .detach() or a part) of a parameter, "
+                    "which FSDP had gathered for the step and has freed since; keep a copy (.clone()), or take it from "
+                    "the module where it is used"
+                )
+
+
+def refuse_returned(output: Any) -> None:
+    """Raise RuntimeError for a tensor in what a step has returned that is of the memory of a whole parameter, once that
+    is freed: to read it would end the process."""
+    if any(tensor.numel() and has_no_memory(getattr(tensor, "_local_tensor", tensor)) for tensor in tensors_of(output)):
+        raise RuntimeError(
+            "a step returned a weight, or a view of one (.data, .detach() or a part), which FSDP had gathered for the "
+            "step and has freed since; return a copy (.clone())"
+        )
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta and not tensor.untyped_storage().nbytes()
 
 
 def _writes() -> Iterator[Any]:

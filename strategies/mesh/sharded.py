@@ -23,7 +23,7 @@ from lockstep.strategies.launch.process_group import new_mesh
 from lockstep.strategies.mesh import mixed_tensors, steps
 from lockstep.strategies.mesh.mesh import devices_of, resolve
 from lockstep.strategies.mesh.options import UNRULED, Options
-from lockstep.strategies.mesh.unsharded_writes import followed, refuse_returned
+from lockstep.strategies.mesh.unsharded_writes import followed
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import changed_within_window, partial_gradient, refuse_sparse, shortened
 from lockstep.strategies.modules.sharded_errors import explained, within_step
@@ -149,8 +149,7 @@ class ShardedStrategy(ShardedOptimizers):
         from lockstep.strategies.mesh.axes import apply_axes
 
         assert self._mesh is not None
-        in_tree = bool(self.virtual_ranks)
-        apart = in_tree or self.compressor is not None
+        apart = (in_tree := bool(self.virtual_ranks)) or self.compressor is not None
         wrapped = apply_axes(model, self._mesh, self.options, compute_dtype, in_tree=in_tree, replicas_apart=apart)
         self._compared = "tensor" not in self._sizes
         if wrapped.units:
@@ -166,6 +165,7 @@ class ShardedStrategy(ShardedOptimizers):
 
     def teardown_module(self, wrapped: MeshModel) -> None:
         wrapped.close()
+        mixed_tensors.refuse_assigned(self.unwrap(wrapped), self.name)
         keeps = environment.outlives_run(self.topology.rank)
         held = {name: self.local_shard(p) for name, p in self.unwrap(wrapped).named_parameters()}
         whole = gather_whole(self, State({n: piece for n, piece in held.items() if piece is not None}), keep=keeps)
@@ -243,7 +243,7 @@ class ShardedStrategy(ShardedOptimizers):
                 output = wrapped.run(step_fn, micro_batch.batch, *args)
         finally:
             wrapped.close()
-        refuse_returned(output)
+        mixed_tensors.refuse_returned(output)
         return None if padding else output
 
     def backward(self, wrapped: MeshModel, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:

@@ -14,11 +14,11 @@ from torch.autograd import Variable
 from torch.autograd.graph import increment_version
 
 from lockstep.strategies.base import StepHooks
-from lockstep.strategies.data.batch_slices import tensors_of
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
+from lockstep.strategies.mesh.mixed_tensors import data_taken, has_no_memory, note_assigned, refuse_returned
 from lockstep.strategies.modules.casts import follow_casts
 from lockstep.strategies.modules.model_changes import written_gradient
-from lockstep.strategies.modules.parameter_hooks import share_attributes
+from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES, share_attributes
 from lockstep.strategies.sync.contents import checksum, same_values
 
 
@@ -26,7 +26,7 @@ class UnshardedWrites:
     """Looks for changes of unsharded parameters and writes them to the shards.
 
     On the CPU values are compared, so that changes by way of `.data` are found; on an accelerator, where the host would
-    wait for that, version counters are.
+    wait for that, version counters are, unless somebody has taken `.data`.
     """
 
     def __init__(self) -> None:
@@ -40,6 +40,8 @@ class UnshardedWrites:
         """Whether whole parameters may have the gradients of shards: not where a compiler would trace these."""
         self._lent: dict[int, tuple[Any, Any]] = {}
         """Parameters, by their ids, whose whole has the gradient of its shard, and that gradient."""
+        self._on_fewer: dict[int, tuple[Any, int]] = {}
+        """By the id of a parameter what a share of the ranks keeps of it until the backward, and its version."""
         self.awaited: set[int] = set()
         """Ids of groups of blocks that were freed between their forward and their backward."""
 
@@ -86,8 +88,9 @@ class UnshardedWrites:
         are whole. Those of the root are whole between forwards: raise RuntimeError for a step that uses one once it is
         freed, as torch gives it no value and no gradient, and what is set on it is lost."""
         to_sharded, to_unsharded, post_backward = group._to_sharded, group._to_unsharded, group.post_backward
+        to_fewer = group._to_sharded_post_forward
 
-        def free() -> None:
+        def free(shard: Callable[[], None]) -> None:
             self.take_back(group)
             if is_manual() and not _in_backward():
                 self.take_written(group)
@@ -96,9 +99,17 @@ class UnshardedWrites:
                     self._write_back(parameter)
             elif group.is_unsharded and torch.is_grad_enabled() and not is_root:
                 self.awaited.add(id(group))
-            to_sharded()
+            self._leave_fewer(group)
+            shard()
             if is_root:
                 self._freed(group, is_manual())
+
+        def keep_on_fewer() -> None:
+            free(to_fewer)
+            for parameter in group.fsdp_params:
+                kept = parameter._sharded_post_forward_param
+                share_attributes(parameter.sharded_param, kept)
+                self._on_fewer[id(parameter)] = kept, _held(kept)._version
 
         def gather() -> None:
             if is_root:
@@ -107,6 +118,8 @@ class UnshardedWrites:
                     if is_freed(whole):
                         whole.__class__ = type(whole).__bases__[0]
             to_unsharded()
+            self._gathered_now(group)
+            self._leave_fewer(group)
             if is_root:
                 self._whole_again(group, is_manual())
             if is_manual() and not _in_backward():  # which would add to them
@@ -119,7 +132,29 @@ class UnshardedWrites:
             if is_manual():
                 Variable._execution_engine.queue_callback(functools.partial(self.lend, group))
 
-        group._to_sharded, group._to_unsharded, group.post_backward = free, gather, reduce
+        group._to_sharded, group._to_unsharded, group.post_backward = (
+            functools.partial(free, to_sharded),
+            gather,
+            reduce,
+        )
+        group._to_sharded_post_forward = keep_on_fewer
+
+    def _leave_fewer(self, group: Any) -> None:
+        """Raise RuntimeError if user code has assigned, frozen or hooked what `reshard_after_forward` of a number of
+        ranks keeps of a block until its backward; what it has written in place has been gathered with it."""
+        for parameter in group.fsdp_params if self._on_fewer else ():
+            kept, version = self._on_fewer.pop(id(parameter), (None, 0))
+            if kept is None:
+                continue
+            flag = kept.requires_grad != parameter.sharded_param.requires_grad
+            if flag or _held(kept)._version != version or any(getattr(kept, name) for name in ATTRIBUTES):
+                raise RuntimeError(
+                    f"{_place(parameter)} was assigned, frozen or got a hook between the forward of its block and the "
+                    "backward, where reshard_after_forward of a number of ranks keeps a copy of it; do it before the "
+                    "forward or in a hook such as on_before_zero_grad, or give reshard_after_forward=True"
+                )
+            if kept._version or id(kept) in data_taken:
+                self._versions[id(parameter)] = -1
 
     def _freed(self, group: Any, manual: bool) -> None:
         for parameter in _gatherable(group):
@@ -154,6 +189,12 @@ class UnshardedWrites:
                 f"data of shape {list(whole.shape)} and {whole.dtype}, which sharded parameters cannot take; keep "
                 "shape and dtype"
             )
+        if has_no_memory(whole):
+            raise RuntimeError(
+                f"`data` of {_place(parameter)} was given the memory of a parameter of another block, which FSDP has "
+                "freed since; assign a clone()"
+            )
+        note_assigned(_held(parameter.sharded_param), whole)
         parameter.all_gather_outputs[0] = torch.empty_like(gathered)
         view = parameter.all_gather_outputs[0][: whole.numel()].view(whole.shape)
         whole.data = view.copy_(whole.detach())
@@ -167,7 +208,7 @@ class UnshardedWrites:
         shard, place = _held(parameter.sharded_param), parameter._module_info
         if id(group) in self.awaited:
             raise RuntimeError(
-                f"`data` of {place.param_name} of a {type(place.module).__name__} was assigned between the forward of "
+                f"`data` of {_place(parameter)} was assigned between the forward of "
                 "its block and the backward, where one process keeps the old values for the backward, but FSDP gathers "
                 "the new ones; assign it before the forward, in a forward hook of the layer, or in a hook such as "
                 "on_before_zero_grad"
@@ -194,12 +235,13 @@ class UnshardedWrites:
             "self.parameters(), and return each optimizer from configure_optimizers and step it by self.optimizers()"
         )
 
-    def look(self, unit: Any) -> None:
-        """The unit was gathered just now."""
-        for parameter in _unsharded(unit):
-            if parameter.unsharded_param.is_cpu:
+    def _gathered_now(self, group: Any) -> None:
+        for parameter in _gatherable(group):
+            whole = parameter._unsharded_param
+            if whole.is_cpu:
                 return
-            self._versions[id(parameter)] = parameter.unsharded_param._version
+            self._versions[id(parameter)] = whole._version
+            data_taken.discard(id(whole))
 
     def write_back(self, unit: Any) -> None:
         """The unit is about to be freed. Does nothing where it is not whole."""
@@ -219,7 +261,10 @@ class UnshardedWrites:
                 self._seen[id(parameter)] = seen
             if shard.dtype != whole.dtype or not torch.equal(seen[1], seen[2]):
                 self._write(parameter, whole.detach(), shard.detach())
-        elif self._versions.get(id(parameter), whole._version) != whole._version:
+        elif (
+            id(parameter.unsharded_param) in data_taken
+            or self._versions.get(id(parameter), whole._version) != whole._version
+        ):
             self._versions[id(parameter)] = whole._version
             self._write(parameter, whole.detach(), shard.detach())
 
@@ -227,7 +272,7 @@ class UnshardedWrites:
         """Bring what has changed in `whole` to `shard`."""
         part = _part(whole, parameter).to(shard.device)
         was = shard.to(part.dtype)
-        if whole.is_cpu and same_values(part, was):
+        if same_values(part, was):
             return
         shard.copy_(torch.where(part == was, shard, part.to(shard.dtype)))  # others keep what a cast would round
         if id(parameter) in self._gathered:
@@ -253,25 +298,16 @@ def _in_backward() -> bool:
 
 
 def _cast(parameter: Any) -> RuntimeError:
-    module, name = parameter._module_info.module, parameter._module_info.param_name
     return RuntimeError(
-        f"{name} of a {type(module).__name__} was cast to {parameter.sharded_param.dtype} during the run, but FSDP "
+        f"{_place(parameter)} was cast to {parameter.sharded_param.dtype} during the run, but FSDP "
         f"gathers it as {parameter.orig_dtype}, so the cast would have no effect; leave the model's dtype as it is, "
         "compute under torch.autocast, or cast in configure_model"
     )
 
 
-def refuse_kept(model: torch.nn.Module) -> None:
-    """Once the units are freed, raise RuntimeError for a tensor in an attribute of a layer of the user's that a step
-    has made of the memory of a whole parameter: to read it would end the process."""
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if type(value) is Tensor and value.numel() and _has_no_memory(value):
-                raise RuntimeError(
-                    f"{name + '.' if name else ''}{key} was given a view (.data, .detach() or a part) of a parameter, "
-                    "which FSDP had gathered for the step and has freed since; keep a copy (.clone()), or take it from "
-                    "the module where it is used"
-                )
+def _place(parameter: Any) -> str:
+    found = parameter._module_info
+    return f"{found.param_name} of a {type(found.module).__name__.removeprefix('FSDP')}"
 
 
 def followed(hooks: StepHooks, write_back: Callable[[], None]) -> StepHooks:
@@ -292,20 +328,6 @@ def followed(hooks: StepHooks, write_back: Callable[[], None]) -> StepHooks:
         write_back()
 
     return checked._replace(before_backward=before_backward)
-
-
-def refuse_returned(output: Any) -> None:
-    """Raise RuntimeError for a tensor in what a step has returned that is of the memory of a whole parameter, once that
-    is freed: to read it would end the process."""
-    if any(tensor.numel() and _has_no_memory(_held(tensor)) for tensor in tensors_of(output)):
-        raise RuntimeError(
-            "a step returned a weight, or a view of one (.data, .detach() or a part), which FSDP had gathered for the "
-            "step and has freed since; return a copy (.clone())"
-        )
-
-
-def _has_no_memory(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_meta and not tensor.untyped_storage().nbytes()
 
 
 def is_freed(whole: Any) -> bool:
@@ -377,9 +399,3 @@ def init_unsharded(parameter: Any) -> None:
     parameter.init_unsharded_param()
     share_attributes(parameter.sharded_param, parameter._unsharded_param)
     follow_casts(parameter._unsharded_param)
-
-
-def has_gradient(parameter: Any) -> bool:
-    if not hasattr(parameter, "_unsharded_param"):
-        return False
-    return parameter.unsharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.mesh.dtensors import cut_like, local
 from lockstep.strategies.mesh.mixed_tensors import note_copy
+from lockstep.strategies.modules.model_changes import refuse_shared_memory
 from lockstep.strategies.modules.parameter_hooks import share_attributes
 from lockstep.strategies.optimizers.hidden_state import of_shards
 
@@ -52,6 +53,7 @@ def whole_model(model: nn.Module, strategy: str, optimizers: Iterable[Optimizer]
     try:
         with of_shards(optimizers, {id(whole) for _, whole in gathered.values()}):
             yield
+        refuse_shared_memory(model, strategy)
     finally:
         handle.remove()
         for held, theirs in hooks:

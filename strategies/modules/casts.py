@@ -6,24 +6,27 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.utils
 from torch import Tensor, nn
 
 _followed: dict[int, Callable[[], None]] = {}
 """By the id of a parameter of the model what to call once it was cast."""
 _cast: set[int] = set()
 _apply = nn.Module._apply
+_swap = torch.utils.swap_tensors
 _replaced: list[Any] = []
 
 
 def watch_casts() -> None:
     """Note casts of the parameters that are followed from here on, until `forget_casts`; also casts that are undone at
     once, by which torch gives a parameter other memory and another node of the graph. Replaces a method of
-    `nn.Module`, but not within `converting_by`."""
+    `nn.Module`, and `torch.utils.swap_tensors`, but not within `converting_by`."""
     global _apply
     forget_casts()
     if not _replaced:
         _apply = nn.Module._apply
         nn.Module._apply = _watched  # type: ignore[method-assign]
+        torch.utils.swap_tensors = _swapped
 
 
 def forget_casts() -> None:
@@ -32,6 +35,7 @@ def forget_casts() -> None:
     _cast.clear()
     if nn.Module._apply is _watched:
         nn.Module._apply = _apply  # type: ignore[method-assign]
+        torch.utils.swap_tensors = _swap
 
 
 @contextmanager
@@ -48,7 +52,7 @@ def converting_by(apply: Callable[..., Any]) -> Iterator[None]:
 
 
 def follow_casts(parameter: Tensor, call: Callable[[], None] | None = None) -> None:
-    """Note casts of `parameter`, and call `call` after each."""
+    """Note casts of `parameter`, and call `call` after each, and after its values were swapped with another's."""
     _followed.setdefault(id(parameter), call or _nothing)
 
 
@@ -70,6 +74,18 @@ def _watched(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = 
             _cast.add(id(parameter))
             _followed[id(parameter)]()
     return done
+
+
+def _swapped(one: Tensor, other: Tensor) -> None:
+    try:
+        _swap(one, other)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "torch.utils.swap_tensors() was called with a parameter that the strategy or a graph of autograd holds, "
+            "which torch cannot swap; swap the values, as in a.data, b.data = b.data, a.data"
+        ) from error
+    for tensor in (one, other):
+        _followed.get(id(tensor), _nothing)()
 
 
 def _nothing() -> None: ...

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.strategies.mesh import steps
+from lockstep.strategies.mesh import mixed_tensors, steps
 from lockstep.strategies.modules.sharded_errors import explained
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value
@@ -72,7 +72,9 @@ class ShardedOptimizers(SPMDStrategy["MeshModel"]):
         if self._looks:
             self._check_written()
         wrapped.close()
-        if wrapped.depth and closure is not None:
+        if not wrapped.depth:
+            mixed_tensors.refuse_assigned(self.unwrap(wrapped), self.name)
+        elif closure is not None:
             closure = _within_the_step(wrapped, closure)
         self._compare(wrapped)
         if self.precision.scaler is not None:  # the gradients that stay, not an owner's copies

@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.wrappers import MetricTracker, Running
 
 from lockstep import Module
-from lockstep.strategies import DDP, DeepSpeed, ParameterServer
+from lockstep.strategies import DDP, FSDP, DeepSpeed, ParameterServer, TensorParallel
 from tests.trainer.test_user_code import Base, assert_as_on_one_process, assert_same, batches, fitted, quiet
 from tests.trainer.toy import loader
 
@@ -1145,7 +1145,7 @@ def test_a_copy_of_a_metric_of_shares_is_refused() -> None:
         fitted(TracksMetric(), "ddp", 1, virtual_ranks=2)
 
 
-class Square(Base):
+class Square(OfAnyPrecision):
     """Two layers of one shape, which may be tied or swapped."""
 
     def __init__(self) -> None:
@@ -1245,3 +1245,139 @@ def test_a_state_that_a_run_assigns_is_refused(make: Callable[[], Module], strat
         RuntimeError, match=r"added, replaced or removed during the run \(net.0.weight.*cannot take over"
     ):
         fitted(make(), strategy, 4 if "=" in strategy else 2)
+
+
+class TiesByData(Square):
+    """Two parameters have one memory from then on, which a step moves by the gradients of both."""
+
+    def share(self) -> None:
+        self.net[0].weight.data = self.net[2].weight.data
+
+    def on_train_start(self) -> None:
+        self.share()
+
+
+class TiesByDataInTheStep(TiesByData):
+    def on_train_start(self) -> None: ...
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.share()
+        return super().training_step(batch, batch_idx)
+
+
+class TiesByDataBeforeAStep(TiesByDataInTheStep):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return Square.training_step(self, batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.share()
+
+
+class TiesAPart(TiesByData):
+    def share(self) -> None:
+        self.net[2].bias.data = self.net[2].weight.data[1]
+
+
+class TiesWithinWhole(TiesByData):
+    def share(self) -> None:
+        with self.trainer.whole(self):
+            super().share()
+
+
+class TiesBetweenSteps(TiesByData):
+    def on_train_start(self) -> None: ...
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.share()
+
+
+class KeepsAssigned(TiesByData):
+    def share(self) -> None:
+        self.kept = 0.9 * self.net[0].weight.data
+        self.net[0].weight.data = self.kept
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [
+        *((TiesByData, strategy) for strategy in ("fsdp", "ddp=2,fsdp=2")),
+        *((make, "fsdp") for make in (TiesByDataInTheStep, TiesByDataBeforeAStep, TiesAPart, KeepsAssigned)),
+    ],
+)
+def test_a_parameter_is_not_given_memory_that_others_keep(make: Callable[[], Module], strategy: str) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"what was assigned to `data` of net.\d.\w+ is kept by another parameter or"
+    ):
+        fitted(make(), strategy, 4 if "=" in strategy else 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [
+        *((make, "deepspeed_stage_2") for make in (TiesByData, TiesByDataInTheStep, TiesAPart, TiesWithinWhole)),
+        *((make, "deepspeed_stage_3") for make in (TiesBetweenSteps, TiesWithinWhole)),
+    ],
+)
+def test_a_parameter_is_not_given_the_memory_of_another_under_deepspeed(
+    make: Callable[[], Module], strategy: str
+) -> None:
+    with pytest.raises(RuntimeError, match=r"`data` of net.\d.weight was assigned: its elements are those of net.\d."):
+        fitted(make(), strategy, 2, precision="32-true")
+
+
+def test_what_was_assigned_is_not_kept_under_deepspeed() -> None:
+    with pytest.raises(RuntimeError, match="`data` of net.0.weight was assigned: its elements are those of a tensor"):
+        fitted(KeepsAssigned(), "deepspeed_stage_2", 2, precision="32-true")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+def test_parameters_do_not_share_memory_after_whole(strategy: str) -> None:
+    with pytest.raises(ValueError, match="net.0.weight and net.2.weight are two parameters that share memory"):
+        fitted(TiesWithinWhole(), strategy, 2)
+
+
+class TiesShardedToWhole(TiesByData):
+    def share(self) -> None:
+        self.net[2].weight.data = self.net[0].weight.data
+
+
+def test_a_shard_is_not_assigned_to_data_of_a_whole_parameter() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"of which this rank holds a shard, was assigned to `data` of a parameter of"
+    ):
+        fitted(TiesShardedToWhole(), TensorParallel(plan={"net.0": "column"}), 2)
+
+
+class SwapsData(Square):
+    def on_train_start(self) -> None:
+        one, other = self.net[0].weight, self.net[2].weight
+        one.data, other.data = other.data, one.data
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.net[2].weight.data = self.net[2].weight.data
+        self.net[0].weight.data = (0.5 * self.net[0].weight.data + 0.5 * self.net[2].weight.data).clone()
+
+
+class SwapsTensors(Square):
+    def on_train_start(self) -> None:
+        torch.utils.swap_tensors(self.net[0].weight, self.net[2].weight)
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"), [(SwapsData, "fsdp"), (SwapsTensors, "fsdp"), (SwapsTensors, FSDP(wrap=nn.Linear))]
+)
+def test_values_that_change_places_are_those_of_one_process(make: Callable[[], Module], strategy: Any) -> None:
+    assert_as_on_one_process(make, strategy, 2)
+
+
+def test_values_that_change_places_are_those_of_one_process_under_deepspeed() -> None:
+    options: dict[str, Any] = {"precision": "32-true"}
+    alone = fitted(SwapsData(), "single", 1, **options)
+    assert_same(fitted(SwapsData(), "deepspeed_stage_2", 2, **options), alone, bound=1e-5)
+
+
+def test_what_ddp_holds_is_not_swapped() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"swap_tensors\(\) was called with a parameter that the strategy or a graph"
+    ):
+        fitted(SwapsTensors(), "ddp", 2)

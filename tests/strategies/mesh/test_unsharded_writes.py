@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import Module
+from lockstep.strategies import FSDP
 from tests.strategies.mesh.perceptrons import STRATEGIES, Block, Blocks, Perceptron, exact, labeled
 from tests.strategies.mesh.test_fsdp import fit
 
@@ -268,3 +269,50 @@ class EditsBeforeBackward(Perceptron):
 def test_weights_changed_before_the_backward_are_refused_with_virtual_ranks(strategy: str, devices: int) -> None:
     with pytest.raises(RuntimeError, match="changed the parameters net.0.bias or their requires_grad"):
         fit(strategy, devices, EditsBeforeBackward(), labeled(), virtual_ranks=2)
+
+
+class ScalesBetween(Blocks):
+    """Changes a layer after its forward and before its backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.net[0].up.bias.data.mul_(0.9)
+        return loss
+
+
+class AssignsBetween(Blocks):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.net[0].up.bias.data = 0.9 * self.net[0].up.bias.data
+        return loss
+
+
+class FreezesBetween(ScalesBetween):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = Blocks.training_step(self, batch, batch_idx)
+        self.net[0].up.bias.requires_grad_(False)
+        return loss
+
+
+class ScalesBefore(ScalesBetween):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net[0].up.bias.data.mul_(0.9)
+        return Blocks.training_step(self, batch, batch_idx)
+
+
+def on_fewer_ranks() -> FSDP:
+    return FSDP(reshard_after_forward=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [AssignsBetween, FreezesBetween])
+def test_what_is_kept_on_fewer_ranks_until_the_backward_is_not_changed(make: Callable[[], Module]) -> None:
+    with pytest.raises(
+        RuntimeError, match="bias of a Linear was assigned, frozen or got a hook between the forward of its"
+    ):
+        fit(on_fewer_ranks(), 4, make(), labeled())
+
+
+@pytest.mark.slow
+def test_weights_changed_where_fewer_ranks_keep_them_follow_one_process() -> None:
+    exact(on_fewer_ranks(), 4, ScalesBefore, ScalesBetween)
