@@ -142,10 +142,9 @@ class UnshardedWrites:
     def _leave_fewer(self, group: Any) -> None:
         """Raise RuntimeError if user code has assigned, frozen or hooked what `reshard_after_forward` of a number of
         ranks keeps of a block until its backward; what it has written in place has been gathered with it."""
-        for parameter in group.fsdp_params if self._on_fewer else ():
-            kept, version = self._on_fewer.pop(id(parameter), (None, 0))
-            if kept is None:
-                continue
+        left = [p for p in group.fsdp_params if id(p) in self._on_fewer] if self._on_fewer else []
+        for parameter in left:
+            kept, version = self._on_fewer.pop(id(parameter))
             flag = kept.requires_grad != parameter.sharded_param.requires_grad
             if flag or _held(kept)._version != version or any(getattr(kept, name) for name in ATTRIBUTES):
                 raise RuntimeError(
