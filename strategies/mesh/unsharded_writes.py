@@ -142,8 +142,7 @@ class UnshardedWrites:
     def _leave_fewer(self, group: Any) -> None:
         """Raise RuntimeError if user code has assigned, frozen or hooked what `reshard_after_forward` of a number of
         ranks keeps of a block until its backward; what it has written in place has been gathered with it."""
-        left = [p for p in group.fsdp_params if id(p) in self._on_fewer] if self._on_fewer else []
-        for parameter in left:
+        for parameter in [p for p in group.fsdp_params if id(p) in self._on_fewer]:
             kept, version = self._on_fewer.pop(id(parameter))
             flag = kept.requires_grad != parameter.sharded_param.requires_grad
             if flag or _held(kept)._version != version or any(getattr(kept, name) for name in ATTRIBUTES):
@@ -204,6 +203,7 @@ class UnshardedWrites:
 
         Raises RuntimeError between the forward of its block and the backward, which would use the new values.
         """
+        self._seen.pop(id(parameter), None)  # which would keep the memory that it had
         shard, place = _held(parameter.sharded_param), parameter._module_info
         if id(group) in self.awaited:
             raise RuntimeError(
