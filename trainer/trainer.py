@@ -77,8 +77,7 @@ class Trainer(Facts):
         path = start.checked(run, ckpt_path)
         self._take_callbacks(model)
         checks.fit(run, model, sources)
-        if ckpt_path is None:
-            checks.not_done(run)
+        checks.continues(run, model, resumes=ckpt_path is not None)
         if not run.arguments.fast_dev_run:
             tuner.prepare(run, model, sources, path)
         if run.arguments.strategy == "auto":  # now that the model is known

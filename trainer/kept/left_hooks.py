@@ -1,4 +1,4 @@
-"""Hooks that a run registers on layers and parameters on its ranks, where they end with these."""
+"""What a run leaves on its ranks, and ends with these: hooks on layers and parameters, and state of optimizers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.strategies.launch.program.functions import OTHERS
 from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES, OF_MODULE
+from lockstep.strategies.optimizers.numbers import numbers_of, same
 
 _PLACE = "_left_hooks"
 """Where a module has the number of hooks that its layers and parameters would have without ranks, by name."""
+_STEPPED = "_left_optimizers"
+"""Where it has the `id` of optimizers that would have another state without ranks, by name."""
 
 
 def hooks_of(module: nn.Module) -> dict[str, set[int]]:
@@ -45,6 +49,53 @@ def refuse_left(module: nn.Module) -> None:
             f"the last run has registered hooks on {names} on its ranks, which have ended, so that this one would run "
             "without them; register them on this module before the run, or in __init__, configure_model or setup, or "
             "remove them as the run ends"
+        )
+
+
+def optimizers_of(module: nn.Module) -> dict[str, Optimizer]:
+    """Those in attributes of the module and in lists, tuples and dicts there, by name."""
+    found = dict[str, Any]()
+    for name, held in vars(module).items():
+        if isinstance(held, (list, tuple)):
+            found |= {f"{name}[{number}]": each for number, each in enumerate(held)}
+        elif isinstance(held, dict):
+            found |= {f"{name}[{key!r}]": each for key, each in held.items() if isinstance(key, str)}
+        found[name] = held
+    return {name: held for name, held in found.items() if isinstance(held, Optimizer)}
+
+
+def state_of(optimizers: Mapping[str, Optimizer]) -> dict[str, tuple[int, list[dict[str, Any]]]]:
+    """For how many parameters each has state, and the numbers of its groups."""
+    return {name: (len(each.state), [*map(numbers_of, each.param_groups)]) for name, each in optimizers.items()}
+
+
+def stepped(module: nn.Module, before: Mapping[str, Any]) -> list[str]:
+    """The names of those whose state or numbers are not what they were `before` the run."""
+    now = state_of(optimizers_of(module))
+    return [
+        name
+        for name, (states, groups) in now.items()
+        if name in before and (states > 0 or not all(map(same, groups, before[name][1])))
+    ]
+
+
+def note_stepped(module: nn.Module, names: list[str]) -> None:
+    held = optimizers_of(module)
+    vars(module).setdefault(_STEPPED, {}).update({name: id(held[name]) for name in names if name in held})
+
+
+def refuse_stepped(module: nn.Module, resumes: bool) -> None:
+    """Raise RuntimeError for a module that still holds optimizers which an earlier run has stepped on ranks, unless the
+    run resumes a checkpoint."""
+    held, marked = optimizers_of(module), vars(module).get(_STEPPED, {})
+    names = [name for name, number in marked.items() if id(held.get(name)) == number]
+    if resumes:
+        marked.clear()
+    elif names:
+        raise RuntimeError(
+            f"the last run has stepped {', '.join(names)} of {type(module).__name__} on its ranks, where what an "
+            "optimizer remembers (momenta, learning rates) has ended with these, so that this run would begin without "
+            "it; make the optimizer in configure_optimizers, or resume with ckpt_path"
         )
 
 

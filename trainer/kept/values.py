@@ -45,7 +45,7 @@ _PLAIN |= {Decimal, UUID, date, datetime, time, timedelta, torch.dtype, torch.de
 _CONTAINERS = {list, tuple, set, frozenset, deque}
 _MAPPINGS = {dict, OrderedDict, defaultdict, Counter}
 _BARE = (SimpleNamespace, argparse.Namespace)
-_LEAD_BACK = frozenset({"_trainer", "_module", "_toggled", "_left_hooks", "trainer"})
+_LEAD_BACK = frozenset({"_trainer", "_module", "_toggled", "_left_hooks", "_left_optimizers", "trainer"})
 _OF_MODULES = (OF_TORCH - {"training"}) | _LEAD_BACK
 
 

@@ -140,7 +140,7 @@ def _on_rank(
     returned, run.datamodule, paths = None, sources.datamodule, _paths(module)
     left = Left(Holders(_owners(run), module, run.callbacks, sources.loaders, names))
     with attached(run, module, sources, stage, ckpt_path):
-        hooks = left_hooks.hooks_of(module)
+        hooks, optimizers = left_hooks.hooks_of(module), left_hooks.state_of(left_hooks.optimizers_of(module))
         if stage == "fit":
             fit.fit(run, module, sources)
         else:
@@ -150,6 +150,7 @@ def _on_rank(
     kept = {
         "left": left.packed(module),
         "hooks": left_hooks.left(module, hooks),
+        "optimizers": left_hooks.stepped(module, optimizers),
         "children": _exchanged(paths),
     }
     return _result(run, module, returned) | kept
@@ -255,6 +256,7 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any], holders: Holde
     holders.follow(module)
     holders.take(result["left"])
     left_hooks.note_left(module, result["hooks"])
+    left_hooks.note_stepped(module, result["optimizers"])
     restore_trainability(module, result["trainability"])
     parameters = dict(module.named_parameters())
     for name in parameters.keys() & result["parameters"]:  # a run may have tied some

@@ -20,7 +20,7 @@ from lockstep.strategies.launch import environment
 from lockstep.trainer.checkpoint.manifest import CheckpointError
 from lockstep.trainer.checkpoint.reader import checkpoint_around
 from lockstep.trainer.datamodule import DataModule
-from lockstep.trainer.kept.left_hooks import refuse_left
+from lockstep.trainer.kept.left_hooks import refuse_left, refuse_stepped
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import saving
 from lockstep.trainer.run.hooks import check_names, check_shapes, of_package, overrides
@@ -209,8 +209,15 @@ def not_run_by_another(run: RunState, module: Module, method: str) -> None:
             )
 
 
-def not_done(run: RunState) -> None:
-    """Raise ValueError where the run has reached its end already."""
+def continues(run: RunState, module: Module, resumes: bool) -> None:
+    """Unless a checkpoint is resumed, raise ValueError where the run has reached its end already, and RuntimeError
+    where an optimizer has lost what a run before has left in it."""
+    refuse_stepped(module, resumes)
+    if not resumes:
+        _not_done(run)
+
+
+def _not_done(run: RunState) -> None:
     progress = run.progress
     for name, limit, done in (
         ("max_epochs", run.max_epochs, progress.current_epoch),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.callbacks import Callback, LambdaCallback
 from tests.trainer.toy import Net, loader, quiet
@@ -152,6 +153,36 @@ def test_hooks_that_are_removed_as_a_run_ends_are_not() -> None:
     trainer = quiet(**RANKS)
     trainer.fit(module, loader(16, 4))
     trainer.validate(module, loader(16, 4))
+
+
+class HoldsItsOptimizer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {"sgd": torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.held["sgd"]
+
+
+def test_an_optimizer_that_ranks_have_stepped_is_refused_in_the_next_fit() -> None:
+    module = HoldsItsOptimizer()
+    trainer = quiet(**RANKS)
+    trainer.fit(module, loader(16, 4))
+    trainer.validate(module, loader(16, 4))
+    for options in (RANKS, {}):
+        with pytest.raises(
+            RuntimeError, match=r"stepped held\['sgd'\] of HoldsItsOptimizer on its ranks, .* ckpt_path"
+        ):
+            quiet(**options).fit(module, loader(16, 4))
+    module.held["sgd"] = torch.optim.SGD(module.parameters(), lr=0.1)
+    quiet().fit(module, loader(16, 4))
+
+
+def test_one_that_remembers_nothing_is_not() -> None:
+    module = HoldsItsOptimizer()
+    module.held["sgd"].param_groups[0]["momentum"] = 0.0
+    quiet(**RANKS).fit(module, loader(16, 4))
+    quiet().fit(module, loader(16, 4))
 
 
 class CountsInStep(Net):
