@@ -57,8 +57,9 @@ def _uses(code: CodeType, own: str) -> Iterator[tuple[str, bool]]:
     """Each use of an attribute of the variable `own`, in the order of the code: its name, and whether it is read."""
     steps = [each for each in dis.get_instructions(code) if each.opname not in _COPIES]
     for at, (step, then) in enumerate(pairwise(steps)):
-        held = step.argval[-1] if isinstance(step.argval, tuple) else step.argval  # of two loads in one
-        if held != own or not step.opname.startswith(_LOADS):
+        loads = step.opname.startswith(_LOADS)
+        held = step.argval[-1] if loads and isinstance(step.argval, tuple) else step.argval  # of two loads in one
+        if not loads or held != own:
             continue
         after = [each.opname for each in steps[at + 2 : at + 4]]
         if then.opname in ("LOAD_ATTR", "LOAD_METHOD"):

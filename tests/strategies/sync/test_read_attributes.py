@@ -36,6 +36,8 @@ class Reads(nn.Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.mean = batch if self.mean is None else 0.9 * self.mean + 0.1 * batch
         self.total *= 2
+        shape: tuple[int, ...] = ()
+        del shape
         self.last = batch
         again = self.last + 1
         if self.example is None:
