@@ -316,17 +316,16 @@ def _prepared(run: RunState, loop: FitLoop, window: Window) -> Iterator[MicroBat
         yield micro_batch
         if micro_batch.is_ambiguous:
             check_weight(run, window, micro_batch)
-        if i < len(window.micro_batches) - 1 or window.more:  # a strategy may have added some
-            waits = shares is not None and window.num_shares > 1 and (i + 1) % num == 0
-            if shares is not None and not waits:
-                shares.ran()
+        is_last = i == len(window.micro_batches) - 1 and not window.more  # to which a strategy may have added some
+        waits = shares is not None and window.num_shares > 1 and (i + 1) % num == 0
+        if shares is not None and (run.strategy.capabilities.local_steps if is_last else not waits):
+            shares.ran()
+        if not is_last:
             for hook in filterfalse(is_users, hooks.on_train_batch_end) if waits else hooks.on_train_batch_end:
                 hook(micro_batch.output, micro_batch.batch, micro_batch.batch_idx)
             if not loop.reevaluates and not waits:
                 micro_batch.batch = micro_batch.output = None
         elif run.strategy.capabilities.local_steps:  # the last batch of the last client of this rank
-            if shares is not None:
-                shares.ran()
             for hook in filter(is_users, hooks.on_train_batch_end):
                 hook(micro_batch.output, micro_batch.batch, micro_batch.batch_idx)
     run.is_accumulating = False
