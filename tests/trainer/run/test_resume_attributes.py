@@ -22,6 +22,9 @@ from lockstep.trainer.kept.changes import Changes
 from tests.trainer.toy import Net, equal, loader, quiet, weights
 
 
+OF_EACH_RANK = pytest.mark.filterwarnings("ignore:training_step reads best, hidden, net.0.seen:UserWarning")
+
+
 class Scaled(nn.Linear):
     """A layer of the user's that counts its calls, and scales by what it has seen."""
 
@@ -162,6 +165,7 @@ def test_attributes_of_the_trainer_continue(tmp_path: Path, layout: dict[str, An
 
 
 @pytest.mark.ranks
+@OF_EACH_RANK
 def test_attributes_of_a_module_with_metrics_come_back_from_ranks() -> None:
     assert fit(strategy="ddp", devices=2, max_epochs=1).by_hook == 2
 
@@ -177,6 +181,7 @@ def test_what_is_not_saved_is_named_where_a_hook_may_be_missing(tmp_path: Path, 
 
 
 @pytest.mark.ranks
+@OF_EACH_RANK
 def test_on_other_ranks_what_all_had_alike_continues(tmp_path: Path, caplog: Any) -> None:
     fit(callbacks=[Save(tmp_path)], strategy="ddp", devices=2)
     with caplog.at_level(logging.WARNING, "lockstep"):
