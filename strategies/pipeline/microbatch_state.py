@@ -83,8 +83,7 @@ class StepState:
         self._watch = Watch(model, outside, self._own_code, last[1])
         self._evaluations = Evaluated(self._watch.hooks)
         self._draws = Draws(outside, {module: name for name, module in model.named_modules()})
-        self.pads = False
-        """Whether this rank has no samples, so that the step runs for its shapes only."""
+        self.pads = False  # whether this rank has no samples, so that the step runs for its shapes only
         self._start = NOTHING
         self._end: Found | None = None
         self._called: Found | None = None
@@ -120,6 +119,7 @@ class StepState:
         tensors = [*self._tensors, *self._layer_tensors] if cut else self._tensors
         versions, self._children = [t._version for t in tensors], children_of(self._parents_in_layers)
         self._watch.begin(len(sizes_of_parts))
+        self._evaluations.begin()
         self._draws.begin(self._watch.generators)
         reads_bits = cut and (self._watch.is_watching or self._watch.writes_data)
         bits = self._bits(self._watch.is_watching) if reads_bits else {}

@@ -6,6 +6,7 @@ import operator
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from lockstep.strategies.modules.parameter_hooks import OF_MODULE
 from lockstep.strategies.pipeline.shapes.fake_tensors import is_fake
 from lockstep.strategies.pipeline.state.hook_slots import HookSlots, refusing, sentence
 from lockstep.strategies.pipeline.state.marks import SIMPLE, content_of, mark_of, put_content
-from lockstep.strategies.pipeline.state.reached import Holder, Key, Place, Reached
+from lockstep.strategies.pipeline.state.reached import MOST, Holder, Key, Place, Reached
 
 _FIRST, _FEW_BYTES, _MOST_BYTES = 4, 2**20, 2**26
 """Steps that are all compared; bytes of what is sent again and again, and once."""
@@ -42,36 +43,46 @@ class _Sent(NamedTuple):
     gone: list[Key]
     lists: set[Key]
     """Those that have another length."""
+    large: dict[Key, tuple[int, list[tuple[Any, Any]]]]
+    """Of dicts and lists whose items are not read, and which have another length: the keys and items from a number
+    on."""
     devices: dict[Key, str]
     """The types of those that tensors are on."""
 
 
 class Evaluated:
-    """Compares evaluation steps from where they call the pipelined module: the first, those whose number is a power of
-    two, and all once layers or hooks keep something."""
+    """Compares evaluation steps from where they call the pipelined module: the first four, those whose number is a
+    power of two, the first after training, and all once hooks were found or something is kept."""
 
     def __init__(self, hooks: HookSlots) -> None:
         self._hooks = hooks
-        self._number, self._keeps, self._compares = 0, False, False
+        self._number, self._is_first, self._keeps, self._compares = 0, False, False, False
         self._before: dict[Key, Any] | None = None
+        self._lengths: dict[Key, tuple[Any, int]] = {}
+
+    def begin(self) -> None:
+        """Training continues, so that what the next evaluation keeps may be new. All ranks call it."""
+        self._is_first = True
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around one, on all ranks. Raises RuntimeError naming a list of which hooks on several ranks change the
         length."""
         number, self._number = self._number, self._number + 1
-        is_due = number < _FIRST or number & (number - 1) == 0
-        self._compares, self._before = is_due or self._keeps, None
+        is_due = self._is_first or number < _FIRST or number & (number - 1) == 0
+        self._is_first, self._compares, self._before = False, is_due or self._keeps, None
         yield
         if self._compares:
             self._agree()
-        self._compares, self._before = False, None
+        self._compares, self._before, self._lengths = False, None, {}
 
     def calling(self) -> None:
         """The step calls the pipelined module; what it has changed before is alike on all ranks."""
         if self._compares:
             self._hooks.find()
-            self._before = {key: _mark(place.now()) for key, place in self._places({}).items()}
+            holders: dict[Key, Holder] = {}
+            self._before = {key: _mark(place.now()) for key, place in self._places(holders).items()}
+            self._lengths = {key: (each.held, len(each.held)) for key, each in holders.items() if not each.is_object}
 
     # ---- helpers ---------------------------------------------------------------------------------------
 
@@ -91,34 +102,41 @@ class Evaluated:
 
     def _agree(self) -> None:
         own = self._changed()
-        found = self._hooks.gather(own)
-        if not any(each.values or each.gone for each in found):
+        found, has_hooks = zip(*self._hooks.gather((own, self._hooks.are_some)), strict=True)
+        is_changed = any(each.values or each.gone or each.large for each in found)
+        self._keeps |= is_changed or any(has_hooks)
+        if not is_changed:
             return
-        self._keeps = True
         holders: dict[Key, Holder] = {}
         places = self._places(holders)
         by_list = [key for each in found for key in each.lists]
         if (twice := next((key for key in by_list if by_list.count(key) > 1), None)) is not None:
             raise RuntimeError(sentence(holders[twice].name if twice in holders else _shown(twice)))
+        pairs = combinations(found, 2)
+        apart = {key for a, b in pairs for key in a.values.keys() & b.values.keys() if not _is_alike(a, b, key)}
         for theirs in (each for each in found if each is not own):
             for key in sorted(theirs.gone, key=_last_first):
                 if key in places:
                     places[key].delete()
             for key, value in theirs.values.items():
-                if (kind := theirs.devices.get(key)) is not None:
-                    value = tree_map_only(Tensor, operator.methodcaller("to", kind), value)
-                if key not in own.values:
-                    self._put(key, value, places, holders)
-                elif not _is_alike(own, theirs, key):
-                    places[key].put(refusing(places[key].name))
+                if key in apart:
+                    value = refusing(places[key].name if key in places else _shown(key))
+                if key in apart or key not in own.values:
+                    self._put(key, _moved(value, theirs.devices.get(key)), places, holders)
+            for key, (start, items) in theirs.large.items():
+                if key in holders:
+                    _put_large(holders[key], start, _moved(items, theirs.devices.get(key)))
 
     def _changed(self) -> _Sent:
-        sent, before = _Sent({}, set(), [], set(), {}), self._before
+        sent, before = _Sent({}, set(), [], set(), {}, {}), self._before
         if before is None:  # the step has not called the module
             return sent
         holders: dict[Key, Holder] = {}
         now = self._places(holders)
-        sent.gone.extend(key for key in before if key not in now)
+        large = {key for key, each in holders.items() if each.is_large}
+        gone = (key for key in before if key not in now)
+        sent.gone.extend(key for key in gone if not large or large.isdisjoint(key[:i] for i in range(len(key))))
+        self._add_large(sent, holders)
         sent.lists.update(
             key[:-1] for key in sent.gone if isinstance(getattr(holders.get(key[:-1]), "held", None), list)
         )
@@ -136,6 +154,24 @@ class Evaluated:
             if isinstance(value, Tensor | tuple) and (kind := _device_of(sent.values[key])) is not None:
                 sent.devices[key] = kind
         return sent
+
+    def _add_large(self, sent: _Sent, holders: dict[Key, Holder]) -> None:
+        for key, (held, _, is_object) in holders.items():
+            before, length = self._lengths.get(key, (None, 0))
+            if is_object or max(len(held), length) <= MOST or (held is before and len(held) == length):
+                continue
+            items = [*(held.items() if isinstance(held, dict) else enumerate(held))]
+            grows = held is before and len(held) > length
+            start = length if grows and (length > MOST or not self._any_is_other(key, items[:length])) else 0
+            found = [(step, _sent(item, _MOST_BYTES)) for step, item in items[start:] if isinstance(step, SIMPLE)]
+            sent.large[key] = start, found
+            sent.lists.add(key)
+            if (kind := _device_of(tuple(item for _, item in found))) is not None:
+                sent.devices[key] = kind
+
+    def _any_is_other(self, key: Key, items: list[tuple[Any, Any]]) -> bool:
+        marks = [(self._before or {}).get((*key, step)) for step, _ in items]
+        return any(mark is None or _is_other(mark, _mark(item)) for mark, (_, item) in zip(marks, items, strict=True))
 
     def _put(self, key: Key, value: Any, places: dict[Key, Place], holders: dict[Key, Holder]) -> None:
         """Let this rank have what another has set."""
@@ -182,16 +218,16 @@ def _is_alike(own: _Sent, theirs: _Sent, key: Key) -> bool:
     return mark_of(mine, True) == mark_of(value, True) and (not may_count or key in own.new & theirs.new)
 
 
-def _mark(value: Any) -> tuple[Any, Any]:
+def _mark(value: Any) -> tuple[Any, ...]:
     """The value, and what changes within it."""
     if isinstance(value, Tensor):
         return value, 0 if value.is_inference() or is_fake(value) else value._version
     if isinstance(value, _CONTAINERS):
-        return value, [*map(id, value)]
+        return value, [*map(id, value)], [*value]  # items that are gone would leave their ids to others
     return value, mark_of(value, True) if isinstance(value, (*SIMPLE, np.ndarray)) else None
 
 
-def _is_other(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
+def _is_other(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     return before[1] != now[1] or (before[0] is not now[0] and not isinstance(now[0], SIMPLE))
 
 
@@ -208,6 +244,23 @@ def _sent(value: Any, most_bytes: int) -> Any:
         is_whole = not any(isinstance(item, _Opaque | dict | list) for item in items)
         return type(value)(items) if is_whole else _Opaque(type(value).__qualname__)
     return value if isinstance(value, SIMPLE) else _Opaque(type(value).__qualname__)
+
+
+def _put_large(holder: Holder, start: int, items: list[tuple[Any, Any]]) -> None:
+    """Give a dict or list from `start` on the items of another rank."""
+    found = {
+        step: refusing(holder.shown(step)) if isinstance(item, _Opaque | dict | list) else item for step, item in items
+    }
+    if isinstance(holder.held, list):
+        holder.held[start:] = found.values()
+        return
+    if not start:
+        holder.held.clear()
+    holder.held.update(found)
+
+
+def _moved(value: Any, kind: str | None) -> Any:
+    return value if kind is None else tree_map_only(Tensor, operator.methodcaller("to", kind), value)
 
 
 def _device_of(value: Any) -> str | None:

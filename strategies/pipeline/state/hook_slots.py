@@ -52,6 +52,11 @@ class HookSlots:
                 for i, (_, hook) in enumerate(users_hooks(module, kind))
             }
 
+    @property
+    def are_some(self) -> bool:
+        """Whether some hooks were found."""
+        return bool(self._hooks)
+
     def begin(self, is_watched: bool) -> None:
         self._marks = self._now() if is_watched and self._hooks else None
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lockstep.strategies.launch.program.functions import is_users_class, variables_of
 from lockstep.strategies.modules.blocks import OF_TORCH
 
-_MOST, _DEPTH, _NESTED = 1000, 2, 3
-"""Items that are read, how deep in containers and objects, and in functions."""
+MOST, _DEPTH, _NESTED = 1000, 2, 3
+"""Items that a container may have to be read, how deep in containers and objects, and in functions."""
 Key = tuple[Any, ...]
 
 
@@ -54,6 +54,11 @@ class Holder(NamedTuple):
     held: Any
     name: str
     is_object: bool
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is a container whose items are not read."""
+        return not self.is_object and len(self.held) > MOST
 
     def shown(self, step: Any) -> str:
         """The name of an item."""
@@ -116,7 +121,7 @@ class Reached:
         self._seen.add(id(value))
         self.holders[self._root + steps] = holder = Holder(held, name, held is not value)
         items = dict(held) if isinstance(held, dict) else dict(enumerate(held))
-        for key, item in items.items() if len(items) <= _MOST else ():
+        for key, item in items.items() if len(items) <= MOST else ():
             step = OfModule(self._paths.get(key, "")) if isinstance(key, nn.Module) else key
             if isinstance(step, str | int | OfModule) and not isinstance(item, nn.Module):
                 self._place(Place(held, key, holder.shown(step)), item, (*steps, step), depth - 1)

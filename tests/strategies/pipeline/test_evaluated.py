@@ -122,6 +122,42 @@ def test_rank_0_reads_after_each_batch_what_a_layer_of_another_rank_has_kept() -
     same(lambda: (ReadingLayers(), []))
 
 
+class Collecting(Callback):
+    """A hook of the last layer keeps something for each sample, in the last epoch only, after its second batch."""
+
+    def __init__(self) -> None:
+        self.means, self.by_number, self.counts = list[float](), dict[int, float](), list[Any]()
+        self.is_on = False
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net[4].register_forward_hook(self.note)
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *args: Any) -> None:
+        self.is_on = trainer.current_epoch == 1 and batch_idx > 1
+
+    def note(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        if self.is_on and not layer.training:
+            self.means += output.detach().mean(1).tolist()
+            self.by_number |= {len(self.by_number) + i: 1.0 for i in range(len(output))}
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **options: Any) -> None:
+        if len(self.means) == 1100:
+            del self.means[1050:]
+        self.counts.append([len(self.means), len(self.by_number), sum(self.means)])
+
+
+def test_more_than_1000_items_that_hooks_keep_late_are_on_every_rank() -> None:
+    def fit(strategy: str, devices: int) -> list[Any]:
+        collecting, options = Collecting(), {"precision": "64-true", "seed": 0, "split_batches": True}
+        trainer = quiet(strategy=strategy, devices=devices, max_epochs=2, callbacks=[collecting], **options)
+        trainer.fit(Classifying(), DataLoader(samples(8 * 6), 8), DataLoader(samples(1300), 100))
+        return collecting.counts
+
+    one, two = fit("single", 1), fit("pipeline", 2)
+    assert one[-1][:2] == [1050, 1100]
+    assert two == [approximately(row) for row in one]
+
+
 class Adding(Callback):
     """Hooks on layers of both ranks add to one number."""
 
@@ -143,3 +179,29 @@ def test_a_sum_to_which_hooks_on_two_ranks_add_in_an_evaluation_is_refused() -> 
     trainer = quiet(strategy="pipeline", devices=2, precision="64-true", callbacks=[Adding()])
     with pytest.raises(RuntimeError, match=r"a hook of a layer has set Adding\.total"):
         trainer.test(Testing(), DataLoader(samples(24), 8), verbose=False)
+
+
+class CountingLastLayers(Callback):
+    """Hooks on layers of the second and third rank count in one number."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        for i in (2, 4):
+            pl_module.net[i].register_forward_hook(self.note)
+
+    def note(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        if not layer.training:
+            self.count += 1
+
+    def on_validation_batch_end(self, trainer: Any, *args: Any, **options: Any) -> None:
+        if trainer.is_global_zero:
+            assert self.count >= 0
+
+
+@pytest.mark.slow
+def test_a_count_of_hooks_on_two_other_ranks_refuses_any_use_on_rank_0() -> None:
+    trainer = quiet(strategy="pipeline", devices=3, precision="64-true", max_epochs=1, callbacks=[CountingLastLayers()])
+    with pytest.raises(RuntimeError, match=r"a hook of a layer has set CountingLastLayers\.count"):
+        trainer.fit(Classifying(), DataLoader(samples(24), 8), DataLoader(samples(8), 8))
