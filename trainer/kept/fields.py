@@ -3,10 +3,12 @@ and deleted by no code of its class."""
 
 from __future__ import annotations
 
+import weakref
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.strategies.launch.program.values import put_attribute, slots
 from lockstep.strategies.modules.absent import is_here
@@ -53,7 +55,9 @@ def dict_of(owner: Any) -> dict[str, Any]:
 
 def put(owner: Any, name: str, value: Any) -> None:
     """`put_attribute`, also for a buffer that is not in the state dict."""
-    if name in caches_of(owner):
+    if isinstance(owner, Weights):
+        owner.put(name, value)
+    elif name in caches_of(owner):
         owner._buffers[name] = value
     elif isinstance(owner, Namespace):
         owner[name] = value
@@ -71,3 +75,27 @@ def drop(owner: Any, name: str) -> None:
         slots(kind)[name].__delete__(owner)
     else:
         del dict_of(owner)[name]
+
+
+class Weights(SimpleNamespace):
+    """Has as attributes the parameters and buffers of a layer, in the same memory."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(_module=weakref.ref(layer))
+
+    def put(self, name: str, value: Any) -> None:
+        """Set one, of a tensor in what the layer has."""
+        layer = self._module()
+        now = None if layer is None else {**layer._parameters, **layer._buffers}.get(name)
+        if now is not None and isinstance(value, Tensor):
+            put_tensor(now, value)
+            value = now.detach()
+        vars(self)[name] = value
+
+
+def put_tensor(now: Tensor, trained: Tensor) -> None:
+    """Give a tensor that is here the content that it has on a rank: in the run's precision; a buffer may have grown."""
+    if (now.dtype, now.shape) != (trained.dtype, trained.shape):
+        now.data = trained.to(now.device)
+    else:
+        now.detach().copy_(trained)

@@ -22,7 +22,7 @@ from lockstep.strategies.data.combined import CombinedLoader
 from lockstep.strategies.launch.failure import libraries
 from lockstep.strategies.modules.blocks import is_of_torch, is_of_user
 from lockstep.trainer.hparams import Namespace as HParams
-from lockstep.trainer.kept.fields import fields
+from lockstep.trainer.kept.fields import Weights, fields
 from lockstep.trainer.kept.values import STATEFUL, attributes, not_of_users
 
 _DEPTH, _MANY, _MOST = 3, 64, 1000
@@ -31,7 +31,7 @@ _BARE = (Callback, Generic, Protocol, ABC)
 """Bases that have no attributes of their own."""
 _OTHERS = (nn.Module, Callback, Dataset, DataLoader, Sampler, type, *STATEFUL)
 """Objects that are saved otherwise, or make what a run reads."""
-_WEIGHTS = weakref.WeakKeyDictionary[nn.Module, SimpleNamespace]()
+_WEIGHTS = weakref.WeakKeyDictionary[nn.Module, Weights]()
 _LOADERS = (DataLoader, CombinedLoader)
 _READ = (*_LOADERS, Dataset, Sampler)
 
@@ -206,7 +206,7 @@ def of_networks(owner: Any, path: str, known: set[int]) -> Iterator[tuple[str, A
 
 def _weights_of(layer: nn.Module) -> Any:
     """An object whose attributes are the parameters and buffers of a layer, in the same memory; always the same one."""
-    held = _WEIGHTS.setdefault(layer, SimpleNamespace())
+    held = _WEIGHTS.setdefault(layer, Weights(layer))
     for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
         if tensor is None or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
             vars(held).pop(name, None)

@@ -17,7 +17,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.strategies.launch import payload
 from lockstep.strategies.sync.contents import checksum
 from lockstep.trainer.kept.elsewhere import take_layer
-from lockstep.trainer.kept.fields import caches_of, fields
+from lockstep.trainer.kept.fields import caches_of, fields, put_tensor
 from lockstep.trainer.kept.gone import Gone, take_away
 from lockstep.trainer.kept.identity import in_state_dict, references, replaced
 from lockstep.trainer.kept.owners import is_users_object, layers, networks_of, objects, read_by_loaders
@@ -198,14 +198,6 @@ def _content(tensor: Tensor) -> Any:
     version = object() if tensor.is_inference() else tensor._version
     few = tensor.is_cpu and tensor.nbytes <= _FEW_BYTES
     return version, tensor.dtype, tensor.data_ptr(), checksum(tensor.detach()) if few else None
-
-
-def put_tensor(now: Tensor, trained: Tensor) -> None:
-    """Give a tensor that is here the content that it has on a rank: in the run's precision; a buffer may have grown."""
-    if (now.dtype, now.shape) != (trained.dtype, trained.shape):
-        now.data = trained.to(now.device)
-    else:
-        now.detach().copy_(trained)
 
 
 def _is_light(value: Any) -> bool:

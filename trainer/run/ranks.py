@@ -19,8 +19,9 @@ from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError, Weight
 from lockstep.trainer.checkpoint.rank_state import kept_tensors, put_tensors
 from lockstep.trainer.kept import left_hooks
 from lockstep.trainer.kept.elsewhere import others_of
+from lockstep.trainer.kept.fields import put_tensor
 from lockstep.trainer.kept.owners import shown
-from lockstep.trainer.kept.returned import Holders, Left, put_tensor
+from lockstep.trainer.kept.returned import Holders, Left
 from lockstep.trainer.kept.values import own_data, take_data
 from lockstep.trainer.module import Module, attach
 from lockstep.trainer.run import evaluate, fit, publish, saving

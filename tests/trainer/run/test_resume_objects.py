@@ -168,7 +168,23 @@ class HoldsNetworks(Net):
                 layer.weight.lerp_(self.net[3].weight[:, :8], 0.1)
 
 
-@pytest.mark.parametrize("kind", [HoldsShapes, HoldsOptimizers, HoldsNetworks, ChangesHyperparameters])
+class ConvertsNetworks(HoldsNetworks):
+    """The step gives the teacher other tensors, as a move to a GPU does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.teachers[0].double()
+        with torch.no_grad():
+            taught = self.teachers[0](batch[0].double()).to(batch[0].dtype)
+        return Net.training_step(self, batch, batch_idx) + (self(batch[0]) - taught).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.teachers[0][0].weight.lerp_(self.net[3].weight[:, :8].double(), 0.1)
+
+
+@pytest.mark.parametrize(
+    "kind", [HoldsShapes, HoldsOptimizers, HoldsNetworks, ConvertsNetworks, ChangesHyperparameters]
+)
 def test_objects_continue(tmp_path: Path, kind: type[Net], caplog: pytest.LogCaptureFixture) -> None:
     whole = fit(callbacks=[Save(tmp_path)], kind=kind)
     with caplog.at_level(logging.WARNING, "lockstep"):
