@@ -23,7 +23,7 @@ from lockstep.strategies.launch.failure import libraries
 from lockstep.strategies.modules.blocks import is_of_torch, is_of_user
 from lockstep.trainer.hparams import Namespace as HParams
 from lockstep.trainer.kept.fields import Weights, fields
-from lockstep.trainer.kept.values import STATEFUL, attributes, not_of_users
+from lockstep.trainer.kept.values import SAVED, STATEFUL, attributes, not_of_users
 
 _DEPTH, _MANY, _MOST = 3, 64, 1000
 """How deep objects within objects are searched, the most items of a list or dict that are, and the most objects."""
@@ -162,7 +162,8 @@ def read_by_loaders(value: Any, path: str, seen: set[int], depth: int = 2 * _DEP
             yield path, value
         held = fields(value).items()
     for name, item in [*held] if depth else ():
-        yield from read_by_loaders(item, shown(path, str(name)), seen, depth - 1)
+        if not isinstance(item, SAVED):
+            yield from read_by_loaders(item, shown(path, str(name)), seen, depth - 1)
 
 
 def networks_of(owner: Any, path: str, known: set[int]) -> Iterator[tuple[str, nn.Module]]:
