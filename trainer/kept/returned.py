@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 import pickle
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -36,6 +38,7 @@ from lockstep.trainer.kept.values import (
 )
 from lockstep.trainer.kept.variables import variables
 
+_log = logging.getLogger("lockstep")
 _DEPTH = 8
 """How deep values within others are searched."""
 _MOST_BYTES, _FEW_BYTES = 2**26, 2**20
@@ -152,6 +155,8 @@ class Left:
         found: dict[str, Any] = {"attributes": {}, "variables": {}, "gone": self._gone.names(owners)}
         found["replaced"] = replaced(self._first, owners)
         for path, owner in owners.items():
+            if path in self._holders.read and self._has_filled(path, owner):
+                continue
             found["attributes"][path] = {
                 name: value
                 for name, value in attributes(owner).items()
@@ -182,6 +187,19 @@ class Left:
         is_new = before is None or not is_same(before, self._mark(path, value))
         return is_new and _is_returned(value, known) and (path not in self._holders.read or _is_light(value))
 
+    def _has_filled(self, path: str, owner: Any) -> bool:
+        """Whether what loaders read has read something large that it lacked, as datasets do that load when they are
+        first used: it stays as it was, so that it loads again."""
+        before = self._at_start.get(path, {})
+        large = [name for name, value in attributes(owner).items() if not _is_light(value)]
+        filled_now = [name for name in large if name not in before or is_same(before[name], mark_of(None, 0))]
+        if filled_now:
+            _log.warning(
+                f"{', '.join(filled_now)} of {type(owner).__name__} has more than {_MOST_BYTES >> 20} MB and stays on "
+                "the ranks, with all that this run has set on that object; the next run begins with it as it is here"
+            )
+        return bool(filled_now)
+
     def _mark(self, path: str, value: Any) -> Mark:
         """Of what loaders read large containers, such as the images of a dataset, are known by their length."""
         return mark_of(value, MOST_ITEMS if path not in self._holders.read or _is_light(value) else 0)
@@ -201,7 +219,9 @@ def _content(tensor: Tensor) -> Any:
 
 
 def _is_light(value: Any) -> bool:
-    """Whether it is not a container, or has few items and bytes."""
+    """Whether it has few items and bytes, or is no container of any."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value.nbytes <= _MOST_BYTES
     if not isinstance(value, (*_CONTAINERS, *_MAPPINGS)):
         return True
     return len(value) <= MOST_ITEMS and sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(value)) <= _MOST_BYTES

@@ -242,6 +242,28 @@ def test_what_hooks_change_in_datasets_is_what_the_next_fit_reads() -> None:
     assert not images  # more than 64 MB in a container stay on the ranks
 
 
+class LoadsWhenUsed(Dataset[Any]):
+    """Reads 80 MB with its first sample."""
+
+    def __init__(self) -> None:
+        self.is_loaded, self.images = False, None
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.is_loaded:
+            self.images, self.is_loaded = torch.ones(10_000_000, dtype=torch.float64), True
+        return self.images[index].expand(8), index % 3  # type: ignore[index]
+
+
+def test_a_dataset_that_loads_when_it_is_used_loads_again(caplog: pytest.LogCaptureFixture) -> None:
+    model, dataset = Net(), LoadsWhenUsed()
+    for _ in range(2):
+        quiet(precision="64-true", strategy="ddp", devices=2).fit(model, DataLoader(dataset, 2))
+    assert not dataset.is_loaded and dataset.images is None
+
+
 class Teaches(Net):
     """A teacher in a list, and a network that a callback may hold, follow the weights and make the loss."""
 
