@@ -277,8 +277,12 @@ def refuse_kept_copies(model: nn.Module, strategy: str) -> None:
         )
 
 
-def refuse_assigned(model: nn.Module, strategy: str) -> None:
-    """Raise RuntimeError if somebody, as another parameter, holds what was copied into a parameter as its `data`."""
+def refuse_assigned(model: nn.Module, strategy: str, *, at_end: bool = False) -> None:
+    """Raise RuntimeError if somebody, as another parameter, holds what was copied into a parameter as its `data`. At
+    the end of a run only another parameter: no step is to come that would part what user code holds from it."""
+    if at_end:
+        storages = {StorageWeakRef(getattr(p, "_local_tensor", p).untyped_storage()).cdata for p in model.parameters()}
+        _assigned[:] = [pair for pair in _assigned if pair[1].cdata in storages]
     if _assigned and (name := _kept(_assigned, model)):
         raise RuntimeError(
             f"what was assigned to `data` of {name} is kept by another parameter or by user code, so that on one "

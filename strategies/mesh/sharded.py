@@ -165,7 +165,7 @@ class ShardedStrategy(ShardedOptimizers):
 
     def teardown_module(self, wrapped: MeshModel) -> None:
         wrapped.close()
-        mixed_tensors.refuse_assigned(self.unwrap(wrapped), self.name)
+        mixed_tensors.refuse_assigned(self.unwrap(wrapped), self.name, at_end=True)
         keeps = environment.outlives_run(self.topology.rank)
         held = {name: self.local_shard(p) for name, p in self.unwrap(wrapped).named_parameters()}
         whole = gather_whole(self, State({n: piece for n, piece in held.items() if piece is not None}), keep=keeps)

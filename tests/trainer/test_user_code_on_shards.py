@@ -1358,6 +1358,38 @@ class SwapsData(Square):
         self.net[0].weight.data = (0.5 * self.net[0].weight.data + 0.5 * self.net[2].weight.data).clone()
 
 
+class AveragesWeights(Square):
+    """Puts averages in the place of weights for a while, and in the end for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.averages: dict[str, Any] = {}
+        self.backup: dict[str, Any] = {}
+
+    def on_train_start(self) -> None:
+        self.averages = {name: p.data.clone() for name, p in self.net.named_parameters()}
+
+    def apply_averages(self) -> None:
+        for name, parameter in self.net.named_parameters():
+            self.backup[name] = parameter.data
+            parameter.data = self.averages[name]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for name, parameter in self.net.named_parameters():
+            self.averages[name] = 0.5 * self.averages[name] + 0.5 * parameter.data
+        self.apply_averages()
+        for name, parameter in self.net.named_parameters():
+            parameter.data = self.backup[name]
+        self.backup = {}
+
+    def on_train_end(self) -> None:
+        self.apply_averages()
+
+
+def test_averages_take_the_place_of_weights_as_on_one_process() -> None:
+    assert_as_on_one_process(AveragesWeights, "fsdp", 2)
+
+
 class SwapsTensors(Square):
     def on_train_start(self) -> None:
         torch.utils.swap_tensors(self.net[0].weight, self.net[2].weight)

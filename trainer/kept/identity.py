@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,18 @@ class _Held:
 Reference = weakref.ref[Any] | _Held | int
 _held = weakref.WeakValueDictionary[int, _Held]()
 """By id the one holder of an object, so that others who hold it can be counted."""
+
+
+def _let_go(phase: str, info: Mapping[str, int]) -> None:
+    """Before a full collection: hold nothing that nobody else holds, as it may hold large tensors."""
+    if phase == "start" and info["generation"] == 2:
+        for key, held in [*_held.items()]:
+            if sys.getrefcount(held.value) == 2:
+                _held.pop(key, None)
+                held.value = object()
+
+
+gc.callbacks.append(_let_go)
 
 
 def reference(value: Any) -> Reference | None:
