@@ -180,7 +180,7 @@ def computes_with_shards(optimizer: Optimizer) -> Iterator[None]:
         of_parameters = [tensors for tensors in lists[:-1] if tensors]  # the last are the numbers of steps
         for i, row in enumerate(zip(*of_parameters, strict=True)):
             if _placed_alike(row):
-                increment_version(row)
+                increment_version((row[0], *row[2:]))  # not the gradient, which it reads
                 for tensors, tensor in zip(of_parameters, row, strict=True):
                     tensors[i] = tensor.to_local()
         return has_complex
