@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.strategies.launch.program.functions import OTHERS
 
-_LOADS = ("LOAD_FAST", "LOAD_DEREF")
+_LOADS = ("LOAD_FAST", "LOAD_DEREF", "STORE_FAST_LOAD_FAST")  # the last within a line since Python 3.13
 _COPIES = ("COPY", "DUP_TOP")
 _IS_NONE = (["LOAD_CONST", "IS_OP"], ["LOAD_CONST", "COMPARE_OP"])
 
