@@ -45,7 +45,9 @@ def of_tensor(tensor: Tensor) -> Any:
 
 def bits_of(tensor: Tensor | None) -> Any:
     """The shape, dtype and a checksum of what this process has of a tensor of any size; None if that cannot be read."""
-    own = getattr(tensor, "_local_tensor", tensor)
+    own: Any = getattr(tensor, "_local_tensor", tensor)
+    if hasattr(own, "__tensor_flatten__"):  # around others, such as a state of eight bits: it has no bits of its own
+        return own.shape, own.dtype, [bits_of(getattr(own, name)) for name in own.__tensor_flatten__()[0]]
     if own is None or not is_here(own) or own.is_meta or own.layout != torch.strided or own.is_quantized:
         return None
     if own.numel() and not own.untyped_storage().size():  # an engine has freed it
