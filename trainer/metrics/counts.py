@@ -146,7 +146,8 @@ class ReadAttributes:
         """The names, each once, of what differs between ranks. Every rank calls it.
 
         `samples`: of this rank's last batch, 0 at the end of an epoch. What has rows for these, such as the hidden
-        state of a recurrent layer, is a rank's own.
+        state of a recurrent layer or labels that a step gives a layer, is a rank's own. What the module itself holds
+        may be weights of as many classes.
         """
         if not self._found:
             return []
@@ -154,8 +155,8 @@ class ReadAttributes:
         if samples:
             self._samples |= {
                 name
-                for name, value in values.items()
-                if isinstance(value, Tensor) and value.dim() > 1 and samples in value.shape
+                for (name, _, attribute), value in zip(self._found, values.values(), strict=True)
+                if isinstance(value, Tensor) and samples in value.shape and (value.dim() > 1 or name != attribute)
             }
         mine = [_NOTHING if name in self._samples else self._content(value) for name, value in values.items()]
         rows = self._strategy.all_gather(torch.tensor(mine)).T.tolist()
@@ -178,4 +179,6 @@ def _read_in_steps(layer: nn.Module, path: str) -> list[str]:
     for those that begin or are hooks."""
     kind: Any = type(layer)
     methods = [name for each in users_classes(layer) for name in vars(each) if not name.startswith(("__", "on_"))]
-    return sorted(read_first(kind, tuple(methods) if path else ("training_step", "forward")))
+    if path:
+        return sorted(read_first(kind, tuple(methods), in_order=False))
+    return sorted(read_first(kind, ("training_step", "forward")))

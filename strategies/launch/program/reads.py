@@ -12,37 +12,41 @@ from typing import Any
 
 from lockstep.strategies.launch.program.functions import OTHERS
 
-_LOADS = ("LOAD_FAST", "LOAD_DEREF", "STORE_FAST_LOAD_FAST")  # the last within a line since Python 3.13
+_LOADS = ("LOAD_FAST", "LOAD_DEREF")
 _COPIES = ("COPY", "DUP_TOP")
 _IS_NONE = (["LOAD_CONST", "IS_OP"], ["LOAD_CONST", "COMPARE_OP"])
 
 
 @functools.lru_cache(1000)  # a model has many layers of one class
-def read_first(kind: type, methods: tuple[str, ...]) -> frozenset[str]:
+def read_first(kind: type, methods: tuple[str, ...], in_order: bool = True) -> frozenset[str]:
     """The attributes of an object of class `kind` that one of its `methods`, with those that it calls on the object,
     reads where no line above sets them, as `self.mean = 0.9 * self.mean + …` does.
 
-    `if self.mean is None` does not count. What functions do that the object is given to is not seen.
+    Without `in_order` nobody knows which of the methods is called before which: then one does not count that only
+    others set, such as a loss that `forward` leaves for the caller. `if self.mean is None` does not count. What
+    functions do that the object is given to is not seen.
     """
-    read = set[str]()
+    found = list[dict[str, list[bool]]]()
     for method in methods:
-        first = dict[str, bool]()
-        _follow(kind, method, first, set())
-        read |= {name for name, is_read in first.items() if is_read}
-    return frozenset(read)
+        found.append({})
+        _follow(kind, method, found[-1], set())
+    left = set() if in_order else {name for uses in found for name, reads in uses.items() if not all(reads)}
+    return frozenset(
+        name for uses in found for name, reads in uses.items() if reads[0] and (name not in left or not all(reads))
+    )
 
 
-def _follow(kind: type, method: str, first: dict[str, bool], called: set[str]) -> None:
-    """Note for each attribute whether its first use in `method` reads it."""
+def _follow(kind: type, method: str, found: dict[str, list[bool]], called: set[str]) -> None:
+    """Note for each attribute of each use in `method` whether it reads it."""
     function = _function(kind, method)
     if function is None or method in called or not function.__code__.co_argcount:
         return
     called.add(method)
     for name, is_read in _uses(function.__code__, function.__code__.co_varnames[0]):
         if _function(kind, name) is None:
-            first.setdefault(name, is_read)
+            found.setdefault(name, []).append(is_read)
         else:
-            _follow(kind, name, first, called)
+            _follow(kind, name, found, called)
 
 
 def _function(kind: type, name: str) -> FunctionType | None:
@@ -57,7 +61,7 @@ def _uses(code: CodeType, own: str) -> Iterator[tuple[str, bool]]:
     """Each use of an attribute of the variable `own`, in the order of the code: its name, and whether it is read."""
     steps = [each for each in dis.get_instructions(code) if each.opname not in _COPIES]
     for at, (step, then) in enumerate(pairwise(steps)):
-        loads = step.opname.startswith(_LOADS)
+        loads = any(load in step.opname for load in _LOADS)  # also at the end of a store in one with it
         held = step.argval[-1] if loads and isinstance(step.argval, tuple) else step.argval  # of two loads in one
         if not loads or held != own:
             continue
