@@ -161,7 +161,8 @@ class _Search:
         owners, attributes = [owner for _, owner in named for _ in kinds], [*kinds] * len(named)
         if self.reads.objects(_NotEmpty(owners, attributes), None):
             for (name, owner), kind in product(named, kinds):
-                self.hooks(getattr(owner, kind, None) or {}, name)
+                if held := getattr(owner, kind, None):
+                    self.hooks(held, name)
 
     def hooks(self, hooks: dict[int, Callable[..., Any]], owner: str) -> None:
         for i, hook in self.reads.contents(hooks):
