@@ -242,6 +242,16 @@ def of_net(strategy: Any = "ddp", devices: int = 2, module: Module | None = None
     return plan(trainer, module or Net(), loader(8))
 
 
+class OfAdagrad(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters())  # has its state before the first step
+
+
+@pytest.mark.unit
+def test_virtual_ranks_with_optimizer_state_from_the_start() -> None:
+    assert of_net(module=OfAdagrad(), virtual_ranks=4).ranks
+
+
 @pytest.mark.unit
 def test_bytes_of_a_rank_by_kind() -> None:
     """Net under AdamW-less SGD: whole under DDP, a half of it under FSDP."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.checkpoint_state import TensorShard, pack, unpack
+from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.rng import seed_streams
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.model_changes import shortened
@@ -146,7 +147,7 @@ class Shares:
         self._buffers = [_Buffer(*place) for place in self._places()]
         self._values, self._plain = _values(self._users.now()), (parts.plain, parts.plain.now())
         self._windows += 1
-        reads = self._windows <= _LOOKS
+        reads = self._windows <= _LOOKS and not environment.in_plan()  # where tensors have no bits
         self._of_optimizers = OptimizerValues(self._run.optimizers.values(), len(self.own) > 1, reads)
 
     def _places(self) -> list[tuple[nn.Module, str]]:
