@@ -64,27 +64,31 @@ def install() -> None:
             increment_version(self._local_tensor)
         note_assigned(self._local_tensor, source)
 
-    def give(self: nn.Parameter, value: Tensor) -> None:
-        if isinstance(value, DTensor):  # of which torch would take no values, and end the process later
-            raise RuntimeError(
-                f"a tensor of shape {list(value.shape)}, of which this rank holds a shard, was assigned to `data` of a "
-                f"parameter of shape {list(self.shape)} that is whole here; {INSTEAD}"
-            )
-        data.__set__(self, value)
+    DTensor.data = property(_take, assign)  # type: ignore[assignment]
+    nn.Parameter.data = property(_take, _give)  # type: ignore[assignment]
 
-    def take(self: Tensor) -> Any:
-        if not self.is_cpu:
-            data_taken.add(id(self))
-        return data.__get__(self)
 
-    data: Any = Tensor.data
-    DTensor.data = property(take, assign)  # type: ignore[assignment]
-    nn.Parameter.data = property(take, give)  # type: ignore[assignment]
+def _give(parameter: nn.Parameter, value: Tensor) -> None:
+    from torch.distributed.tensor import DTensor  # imported by now
+
+    if isinstance(value, DTensor):  # of which torch would take no values, and end the process later
+        raise RuntimeError(
+            f"a tensor of shape {list(value.shape)}, of which this rank holds a shard, was assigned to `data` of a "
+            f"parameter of shape {list(parameter.shape)} that is whole here; {INSTEAD}"
+        )
+    _DATA.__set__(parameter, value)
+
+
+def _take(tensor: Tensor) -> Any:
+    if not tensor.is_cpu:
+        data_taken.add(id(tensor))
+    return _DATA.__get__(tensor)
 
 
 assigns: dict[int, tuple[Tensor, Callable[[Tensor], None]]] = {}
 """By the id of the shard of a parameter the shard, and what is to be called with this rank's part of what is assigned
 to its `data`. A weak reference would forbid casts."""
+_DATA: Any = Tensor.data
 data_taken: set[int] = set()
 """Ids of parameters on accelerators of which user code has taken `data`, to which writes leave no trace."""
 _in_steps = 0

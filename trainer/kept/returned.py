@@ -219,7 +219,7 @@ def _content(tensor: Tensor) -> Any:
 
 
 def _is_light(value: Any) -> bool:
-    """Whether it has few items and bytes, or is no container of any."""
+    """Whether it has few items and bytes, and is not a container of many."""
     if isinstance(value, (Tensor, np.ndarray)):
         return value.nbytes <= _MOST_BYTES
     if not isinstance(value, (*_CONTAINERS, *_MAPPINGS)):
