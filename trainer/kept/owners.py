@@ -153,17 +153,25 @@ def read_by_loaders(value: Any, path: str, seen: set[int], depth: int = 2 * _DEP
     if isinstance(value, MethodType):
         value = value.__self__
     if type(value) in (list, tuple, dict) and len(value) <= _MANY:
-        held = value.items() if type(value) is dict else enumerate(value)
+        held = _items(value)
     elif id(value) in seen or len(seen) >= _MOST or not (isinstance(value, _READ) or is_users_object(value)):
         return
     else:
         seen.add(id(value))
         if not isinstance(value, _LOADERS) or _is_of_program(type(value)):
             yield path, value
-        held = fields(value).items()
-    for name, item in [*held] if depth else ():
+        held = [*fields(value).items()]
+    for name, item in held if depth else ():
         if not isinstance(item, SAVED):
-            yield from read_by_loaders(item, shown(path, str(name)), seen, depth - 1)
+            yield from read_by_loaders(item, shown(path, name), seen, depth - 1)
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    """What a list, tuple or dict holds: under a key other than a string or a number, which may have no text, by its
+    place."""
+    if type(value) is not dict:
+        return [(str(at), item) for at, item in enumerate(value)]
+    return [(str(k) if isinstance(k, str | int) else f"({at})", v) for at, (k, v) in enumerate(value.items())]
 
 
 def networks_of(owner: Any, path: str, known: set[int]) -> Iterator[tuple[str, nn.Module]]:
@@ -194,8 +202,8 @@ def _networks(value: Any, path: str, known: set[int], depth: int = _DEPTH) -> It
         if not any(map(_is_metric, value.modules())):
             yield path, value
     elif type(value) in (list, tuple, dict) and len(value) <= _MANY and depth:
-        for key, item in [*value.items()] if type(value) is dict else enumerate(value):
-            yield from _networks(item, shown(path, str(key)), known, depth - 1)
+        for key, item in _items(value):
+            yield from _networks(item, shown(path, key), known, depth - 1)
 
 
 def of_networks(owner: Any, path: str, known: set[int]) -> Iterator[tuple[str, Any]]:

@@ -137,8 +137,9 @@ class ReadAttributes:
         self._found = [
             (f"{path}.{name}".lstrip("."), layer, name)
             for path, layer in module.named_modules()
+            if users_classes(layer) and not hasattr(type(layer), "metric_state")  # whose states are gathered
             for name in _read_in_steps(layer, path)
-            if users_classes(layer) and not is_of_rank(name)
+            if not is_of_rank(name)
         ]
         self._reads_a_clock = bool(self._found) and reads_a_clock([module])
 
