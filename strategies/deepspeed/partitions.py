@@ -17,6 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lockstep.strategies.deepspeed.access import Access
 from lockstep.strategies.modules.model_changes import shortened
 
+_LOOKS = 4
+
 
 class Partitions:
     """What the engine keeps of `model` on this rank. `trained` are the parameters that the optimizer steps."""
@@ -27,6 +29,8 @@ class Partitions:
         self._offloads = engine.zero_cpu_offload()
         self._kept = [flat.grad for flat in self.flats()]
         self._changed, self._versions = False, [parameter._version for parameter in trained]
+        self._moves = 0
+        """How often it was seen that `data` of parameters was assigned."""
         self._assigned: list[tuple[str, StorageWeakRef]] = []
         """Names of parameters, and the memory that user code has assigned to their `data`."""
         self._written: dict[int, tuple[nn.Parameter, Tensor]] = {}
@@ -65,6 +69,7 @@ class Partitions:
             own = {view.untyped_storage().data_ptr() for _, view in self._views}
             theirs = [p for p, _ in moved if p.untyped_storage().data_ptr() not in own]
             self._assigned += [(self._name_of(p), StorageWeakRef(p.untyped_storage())) for p in theirs]
+            self._refuse_backups(moved)
             values = [parameter.detach().clone() for parameter, _ in moved]  # two may have been swapped
             for (parameter, view), value in zip(moved, values, strict=True):
                 parameter.data = view.copy_(value)
@@ -78,6 +83,29 @@ class Partitions:
         for (place, size, _, one), (begin, _, _, other) in itertools.pairwise(spans):
             if place + size > begin:
                 raise _shared(self._name_of(one), f"those of {self._name_of(other)}")
+
+    def _refuse_backups(self, moved: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Raise RuntimeError if user code still holds what it has taken of `data` of one of these before it assigned
+        to it: the engine's memory, which gets the new values. Looked for after the first assignments, and then at
+        steps that are ever further apart, as it takes some tenths of a second."""
+        self._moves += 1
+        if self._moves > _LOOKS and self._moves & (self._moves - 1):
+            return
+        optimizer = self._engine.optimizer
+        engines = [view for _, view in moved] + [*optimizer.bit16_groups_flat]
+        engines += itertools.chain.from_iterable(optimizer.parallel_partitioned_bit16_groups)
+        engines += [getattr(getattr(parameter, "_hp_mapping", None), "lp_fragment", None) for parameter, _ in moved]
+        own = set(map(id, engines))
+        places = {(view.data_ptr(), view.shape): parameter for parameter, view in moved}
+        for held in gc.get_objects():
+            if type(held) is Tensor and held.layout == torch.strided and not held.is_meta and id(held) not in own:
+                parameter = places.get((held.data_ptr(), held.shape))
+                if parameter is not None:
+                    raise RuntimeError(
+                        f"user code keeps what it has taken of `data` of {self._name_of(parameter)} before it assigned "
+                        "other values to it, but DeepSpeed holds weights in one tensor, whose elements are those of "
+                        "both; keep a clone() of it, or write in place (copy_)"
+                    )
 
     def _refuse_kept(self) -> None:
         """Raise RuntimeError if user code still holds what it has assigned to `data` of a parameter. To be called when

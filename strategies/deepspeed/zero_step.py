@@ -204,7 +204,8 @@ class ZeroStep(nn.Module):
         return counting_nothing(output, value * 0)
 
     def evaluate(self, call: Callable[[], Any]) -> Any:
-        self.partitions.adopt_weights()
+        if self.stage == 3:  # else it reads the parameters themselves, and averages may be in their place for a while
+            self.partitions.adopt_weights()
         self.call = call
         self._through_engine(self._output)
         self._end_forward()
