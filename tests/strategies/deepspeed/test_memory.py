@@ -129,7 +129,7 @@ def test_memory_of_a_rank(devices: int) -> None:
     print(json.dumps({str(name): [round(value, 2) for value in values] for name, values in found.items()}))
     layer = 4 / 8
     for name, held, most in (
-        ("ddp", 4 + 4 + 8, 16 + layer),  # parameters, gradients, two moments
+        ("ddp", 4 + 8 + 8, 20 + layer),  # parameters, gradients and the buckets they are summed in, two moments
         (
             1,
             4 + 16 / devices,
