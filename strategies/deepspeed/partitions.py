@@ -18,6 +18,7 @@ from lockstep.strategies.deepspeed.access import Access
 from lockstep.strategies.modules.model_changes import shortened
 
 _LOOKS = 4
+"""Assignments after each of which it is searched for who keeps the values before."""
 
 
 class Partitions:
@@ -86,8 +87,8 @@ class Partitions:
 
     def _refuse_backups(self, moved: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Raise RuntimeError if user code still holds what it has taken of `data` of one of these before it assigned
-        to it: the engine's memory, which gets the new values. Looked for after the first assignments, and then at
-        steps that are ever further apart, as it takes some tenths of a second."""
+        to it: the engine's memory, which gets the new values. Searched for after the first assignments, and then after
+        those whose number is a power of two, as it takes some tenths of a second."""
         self._moves += 1
         if self._moves > _LOOKS and self._moves & (self._moves - 1):
             return
@@ -97,8 +98,9 @@ class Partitions:
         engines += [getattr(getattr(parameter, "_hp_mapping", None), "lp_fragment", None) for parameter, _ in moved]
         own = set(map(id, engines))
         places = {(view.data_ptr(), view.shape): parameter for parameter, view in moved}
+        shapes = {shape for _, shape in places}
         for held in gc.get_objects():
-            if type(held) is Tensor and held.layout == torch.strided and not held.is_meta and id(held) not in own:
+            if type(held) is Tensor and held.shape in shapes and held.layout == torch.strided and id(held) not in own:
                 parameter = places.get((held.data_ptr(), held.shape))
                 if parameter is not None:
                     raise RuntimeError(

@@ -185,11 +185,11 @@ def computes_with_shards(optimizer: Optimizer) -> Iterator[None]:
                     tensors[i] = tensor.to_local()
         return has_complex
 
-    optimizer._init_group = init_group  # type: ignore[attr-defined]
+    vars(optimizer)["_init_group"] = init_group
     try:
         yield
     finally:
-        del optimizer._init_group  # type: ignore[attr-defined]
+        vars(optimizer).pop("_init_group", None)  # a closure may have stepped it once more
 
 
 def _placed_alike(tensors: Sequence[Any]) -> bool:

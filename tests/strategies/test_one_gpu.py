@@ -214,6 +214,34 @@ def test_a_batch_that_a_hook_leaves_on_the_cpu_stays_there(name: str) -> None:
     quiet(strategy=STRATEGIES[name](), devices=1, accelerator="gpu").fit(KeepsLabels(), loader(16, 8), loader(8, 8))
 
 
+class ScalesByData(Net):
+    """Hooks of its last layer write through `data`, which leaves no trace in version counters."""
+
+    def __init__(self, within_backward: bool) -> None:
+        super().__init__()
+        register = (
+            self.net[-1].register_full_backward_hook if within_backward else self.net[-1].register_forward_pre_hook
+        )
+        register(self.scale)
+
+    @staticmethod
+    def scale(layer: nn.Module, *_: Any) -> None:
+        for parameter in layer.parameters(recurse=False):
+            parameter.data.mul_(0.9)
+
+
+@pytest.mark.parametrize("within_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("make", [FSDP, lambda: FSDP(wrap=nn.Linear)], ids=["whole", "in blocks"])
+def test_what_hooks_write_through_data_is_kept(make: Callable[[], Strategy], within_backward: bool) -> None:
+    found = []
+    for strategy in (SingleDevice(), make()):
+        torch.manual_seed(0)
+        module = ScalesByData(within_backward)
+        quiet(strategy=strategy, devices=1, accelerator="gpu").fit(module, loader(48, 8))
+        found.append([p.detach().cpu() for p in module.parameters()])
+    assert distance(*found) < 1e-5
+
+
 class Noisy(Net):
     """Draws random numbers in each step, on the device."""
 

@@ -168,7 +168,7 @@ class ReadAttributes:
     def _content(self, value: Any) -> int:
         """A number that changes with the value, `_NOTHING` for what is not compared."""
         if isinstance(value, float | int | np.number) and not isinstance(value, bool):
-            return _NOTHING if self._reads_a_clock else checksum(torch.tensor(float(value), dtype=torch.float64))
+            return _NOTHING if self._reads_a_clock else zlib.crc32(repr(value).encode())
         if type(value) is np.ndarray and value.dtype.kind in "iuf" and value.size <= _MOST_ELEMENTS:
             return zlib.crc32(np.ascontiguousarray(value).data)
         is_read = type(value) is Tensor and value.layout == torch.strided and not value.is_meta

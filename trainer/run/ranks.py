@@ -17,7 +17,7 @@ from lockstep.strategies.modules.model_changes import renamed
 from lockstep.trainer.checkpoint import store
 from lockstep.trainer.checkpoint.manifest import UnusableCheckpointError, WeightsOnlyError
 from lockstep.trainer.checkpoint.rank_state import kept_tensors, put_tensors
-from lockstep.trainer.kept import left_hooks
+from lockstep.trainer.kept import left_on_ranks
 from lockstep.trainer.kept.elsewhere import others_of
 from lockstep.trainer.kept.fields import put_tensor
 from lockstep.trainer.kept.owners import shown
@@ -141,7 +141,7 @@ def _on_rank(
     returned, run.datamodule, paths = None, sources.datamodule, _paths(module)
     left = Left(Holders(_owners(run), module, run.callbacks, sources.loaders, names))
     with attached(run, module, sources, stage, ckpt_path):
-        hooks, optimizers = left_hooks.hooks_of(module), left_hooks.state_of(left_hooks.optimizers_of(module))
+        hooks, optimizers = left_on_ranks.hooks_of(module), left_on_ranks.watched(module)
         if stage == "fit":
             fit.fit(run, module, sources)
         else:
@@ -150,8 +150,8 @@ def _on_rank(
         return {}
     kept = {
         "left": left.packed(module),
-        "hooks": left_hooks.left(module, hooks),
-        "optimizers": left_hooks.stepped(module, optimizers),
+        "hooks": left_on_ranks.left(module, hooks),
+        "optimizers": left_on_ranks.stepped(module, optimizers),
         "children": _exchanged(paths),
     }
     return _result(run, module, returned) | kept
@@ -256,8 +256,8 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any], holders: Holde
             publish.load_state_of(run, item, state)
     holders.follow(module)
     holders.take(result["left"])
-    left_hooks.note_left(module, result["hooks"])
-    left_hooks.note_stepped(module, result["optimizers"])
+    left_on_ranks.note_left(module, result["hooks"])
+    left_on_ranks.note_stepped(module, result["optimizers"])
     restore_trainability(module, result["trainability"])
     parameters = dict(module.named_parameters())
     for name in parameters.keys() & result["parameters"]:  # a run may have tied some

@@ -97,7 +97,7 @@ class HookSlots:
         self.refuse()
 
     def gather(self, value: Any) -> list[Any]:
-        """That of each rank of the pipeline, where this one's is the same object; in a plan there is no other."""
+        """The value of each rank of the pipeline, this rank's own as the same object; a plan has no other rank."""
         if environment.in_plan() or not dist.is_initialized():
             return [value]
         found = gather_objects(value, self.group)

@@ -74,7 +74,7 @@ class Ranks:
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.average, self.weights = Layer(), 0.5, np.ones(3)
+        self.layer, self.average, self.weights = Layer(), 10**400, np.ones(3)  # no float holds it
         self.hidden, self.started_s, self.names, self.flag = torch.zeros(2, 6), 1.5, ["a"], True
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -185,6 +185,21 @@ def test_one_that_remembers_nothing_is_not() -> None:
     quiet().fit(module, loader(16, 4))
 
 
+class MakesItsOptimizer(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.made = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return self.made
+
+
+def test_one_that_each_fit_makes_is_not_nor_one_that_a_validation_was_given() -> None:
+    module, other = MakesItsOptimizer(), HoldsItsOptimizer()
+    for options in ({}, RANKS, {}):
+        quiet(**options).fit(module, loader(16, 4))
+    quiet().fit(other, loader(16, 4))
+    quiet(**RANKS).validate(other, loader(16, 4))
+    quiet().fit(other, loader(16, 4))
+
+
 class CountsInStep(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.trainer.my_count = getattr(self.trainer, "my_count", 0) + 1  # type: ignore[union-attr]

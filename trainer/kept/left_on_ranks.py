@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.launch.program.functions import OTHERS
 from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES, OF_MODULE
-from lockstep.strategies.optimizers.numbers import numbers_of, same
+from lockstep.trainer.shares.optimizer_values import OptimizerValues
 
 _PLACE = "_left_hooks"
 """Where a module has the number of hooks that its layers and parameters would have without ranks, by name."""
@@ -64,19 +64,15 @@ def optimizers_of(module: nn.Module) -> dict[str, Optimizer]:
     return {name: held for name, held in found.items() if isinstance(held, Optimizer)}
 
 
-def state_of(optimizers: Mapping[str, Optimizer]) -> dict[str, tuple[int, list[dict[str, Any]]]]:
-    """For how many parameters each has state, and the numbers of its groups."""
-    return {name: (len(each.state), [*map(numbers_of, each.param_groups)]) for name, each in optimizers.items()}
+def watched(module: nn.Module) -> dict[str, tuple[Optimizer, OptimizerValues]]:
+    """Those, with what tells later whether they were stepped."""
+    return {name: (each, OptimizerValues([each], True)) for name, each in optimizers_of(module).items()}
 
 
-def stepped(module: nn.Module, before: Mapping[str, Any]) -> list[str]:
-    """The names of those whose state or numbers are not what they were `before` the run."""
-    now = state_of(optimizers_of(module))
-    return [
-        name
-        for name, (states, groups) in now.items()
-        if name in before and (states > 0 or not all(map(same, groups, before[name][1])))
-    ]
+def stepped(module: nn.Module, before: Mapping[str, tuple[Optimizer, OptimizerValues]]) -> list[str]:
+    """The names of those that are still there and remember something else than `before` the run."""
+    now = optimizers_of(module)
+    return [name for name, (each, values) in before.items() if now.get(name) is each and values.are_changed(False)]
 
 
 def note_stepped(module: nn.Module, names: list[str]) -> None:
