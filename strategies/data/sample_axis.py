@@ -27,6 +27,9 @@ than the first; has the rows of all samples one after the other, several for eac
 _SLOTS = 4096
 """At most `REAL_NUMEL` of `strategies/planning/trial_mode.py`: a larger tensor is fake in a plan, and not shared."""
 
+_COMPARED = 4
+"""Batches whose tensors are compared to find those that are not of the samples."""
+
 
 class Shown:
     """What a collate function shows of where the samples of its batches lie: once it makes two batches of the samples
@@ -80,39 +83,37 @@ class Shown:
 
 
 class Repeated:
-    """Warns of tensors that were split by their number of rows alone if the first two batches have the same values
-    there, and others elsewhere: as class weights and masks do, and samples rarely."""
+    """Warns of tensors that were split by their number of rows alone if the first batches have the same values there,
+    and others elsewhere: as class weights and masks do. The labels of two small batches may be alike by chance."""
 
     def __init__(self) -> None:
-        self._first: dict[str, Any] = {}
-        self._now: dict[str, Any] | None = {}
+        self._alike: dict[str, Any] = {}  # of the first batch, and the same in each later one
+        self._now: dict[str, Any] = {}
+        self._left, self._others = _COMPARED, False
 
     def see(self, path: str, value: Any) -> None:
         """A tensor or array of this batch is split."""
-        if self._now is not None:
-            self._now[path] = value
+        if self._left:
+            self._now[path] = torch.as_tensor(value)
 
     def end_batch(self, strategy: str) -> None:
         if not self._now:
             return
-        if not self._first:
-            self._first, self._now = self._now, {}
-            return
-        both = [
-            (path, torch.as_tensor(self._first[path]), torch.as_tensor(v))
-            for path, v in self._now.items()
-            if path in self._first
-        ]
-        alike = [path for path, one, other in both if _same(one, other)]
-        named = [path for path, one, other in both if path in alike and not _same(one, one[:1].expand_as(one))]
-        if named and len(alike) < len(both):
+        now, self._now = self._now, {}
+        first = self._alike if self._left < _COMPARED else now
+        self._alike = {path: value for path, value in first.items() if path in now and _same(value, now[path])}
+        self._others |= len(self._alike) < len(now)
+        self._left = self._left - 1 if self._alike else 0
+        named = [path for path, value in self._alike.items() if not _same(value, value[:1].expand_as(value))]
+        if named and self._others and not self._left:
             warnings.warn(
-                f"{', '.join(named)} had the same values in the first two batches, and strategy {strategy!r} has split "
-                "it, as it has as many rows as there are samples; if it is not of the samples, keep it in the module "
-                "(register_buffer) instead of the batch, else ignore this",
+                f"{', '.join(named)} had the same values in the first {_COMPARED} batches, and strategy {strategy!r} has "
+                "split it, as it has as many rows as there are samples; if it is not of the samples, keep it in the "
+                "module (register_buffer) instead of the batch, else ignore this",
                 stacklevel=2,
             )
-        self._first, self._now = {}, None
+        if not self._left:
+            self._alike = {}
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

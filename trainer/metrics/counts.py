@@ -122,8 +122,9 @@ class CountsWatch:
         if names and self._run.is_global_zero:
             warnings.warn(
                 f"training_step reads {', '.join(names)} as an earlier step or hook has set it, under "
-                f"{self._run.strategy.name} on each rank from its own samples, so that ranks hold different values and "
-                "none is that of one process; give it self.sum_over_ranks(...) of what it is computed from",
+                f"{self._run.strategy.name} on each rank from its own samples or random numbers, so that ranks hold "
+                "different values where one process has one; give it self.sum_over_ranks(...) of what it is computed "
+                "from",
                 stacklevel=2,
             )
 

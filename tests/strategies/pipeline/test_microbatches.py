@@ -266,9 +266,11 @@ def test_a_later_worker_does_not_make_batches_again_to_learn_what_is_known(tmp_p
 
 def test_batches_that_no_collate_function_makes_are_compared() -> None:
     rows, x, scale = batch_slices.Rows(), torch.rand(4, 2), torch.arange(4.0)
-    batch_slices.cut({"x": x, "scale": scale}, 4, 2, rows)
-    with pytest.warns(UserWarning, match=r"batch\['scale'\] had the same values in the first two batches"):
-        batch_slices.cut({"x": x + 1, "scale": scale}, 4, 2, rows)
+    chance = [torch.arange(4), torch.arange(4), torch.arange(4), torch.tensor([0, 1, 2, 0])]  # labels of few samples
+    for number, labels in enumerate(chance[:-1]):
+        batch_slices.cut({"x": x + number, "labels": labels, "scale": scale}, 4, 2, rows)
+    with pytest.warns(UserWarning, match=r"^batch\['scale'\] had the same values in the first 4 batches"):
+        batch_slices.cut({"x": x, "labels": chance[-1], "scale": scale}, 4, 2, rows)
     with pytest.raises(ValueError, match=r"batch\['scale'\] had as many rows as samples in an earlier batch"):
         batch_slices.cut({"x": x[:3], "scale": scale}, 3, 2, rows)
     (part, _), _ = batch_slices.cut((x[:3], scale), 3, 2, rows := batch_slices.Rows())
