@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ from lockstep.strategies.planning.measure import (
 from lockstep.strategies.planning.memory import FORWARD, HOST, REDUCTION, ROUND
 from lockstep.strategies.planning.plan import PipelineSchedule, Plan, RankPlan
 from lockstep.strategies.planning.rounds import (
+    first_with_batches,
     learners_by_rank,
     notes_of,
     round_overlap,
@@ -187,7 +189,8 @@ class _Trial:
         return f"ranks of {own} learner{'s' * (own > 1)}", learners.count(own)
 
     def _steps(self, run: RunState, module: Module, loop: FitLoop, blocks: Sequence[str], steps: int) -> Held:
-        window = own_batches(run.strategy, next(iter(loop.train_loader.windows(0, 0, loop.limit))))
+        epochs = (loop.train_loader.windows(epoch, 0, loop.limit) for epoch in itertools.count())
+        window = first_with_batches(own_batches(run.strategy, next(iter(windows))) for windows in epochs)
         self.samples = window.num_samples
         shown = tried(window, partial(fake_batch, mode=self.mode))
         self.tokens, self.times = _tokens(shown.first, window), shown.times

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.strategies.deepspeed.access import Access
+from lockstep.strategies.launch import environment
 from lockstep.strategies.modules.model_changes import shortened
 
 _LOOKS = 4
@@ -79,6 +80,8 @@ class Partitions:
 
     def _refuse_shared(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raise RuntimeError for two of these with elements in common, as after `a.data = b.data`."""
+        if environment.in_plan():  # where tensors have no memory
+            return
         with self._access.of_engine():
             spans = sorted((p.data_ptr(), p.numel() * p.element_size(), i, p) for i, p in enumerate(parameters))
         for (place, size, _, one), (begin, _, _, other) in itertools.pairwise(spans):
@@ -142,6 +145,8 @@ class Partitions:
     def refuse_written(self, module: nn.Module, trains: bool) -> None:
         """Before the engine frees what a layer has used under stage 3: raise RuntimeError for a parameter that user
         code has changed while it was whole; on accelerators at the next `check_written`."""
+        if environment.in_plan():  # where ranks that are not there send nothing
+            return
         for parameter in module.parameters(recurse=False):
             cut: Any = parameter
             stays = cut.ds_persist and not (parameter.requires_grad and trains)  # `adopt_weights` takes its changes

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -111,8 +112,20 @@ class Tried:
         return next(batch for batch in self.batches[0] if batch is not None)
 
 
+_ROUNDS = 100
+"""In which a client of rank 0 is looked for."""
+
 _LOCAL_STEPS = 2
 """Of a client that are tried: clients run one after the other, from the same weights and in the same memory."""
+
+
+def first_with_batches(firsts: Iterable[Window]) -> Window:
+    """Of the first windows of epochs the first in which this rank has batches: in a federated round it may have no
+    client."""
+    for window in itertools.islice(firsts, _ROUNDS):
+        if not isinstance(window, Round) or any(participant.steps for participant in window.participants):
+            return window
+    raise ValueError(f"rank 0 has no client in the first {_ROUNDS} rounds, and nothing to plan; give fewer ranks")
 
 
 def tried(window: Window, fake: Callable[[Any], Any]) -> Tried:
