@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader, default_collate
 
 from lockstep.strategies.data.fetchers import Items
+from lockstep.strategies.data.order import SamplerState
 from lockstep.strategies.data.source import Piece, Share, Source, cannot_share, divisors, length_of, name_of
 from lockstep.strategies.data.workers import Workers
 
@@ -54,8 +55,11 @@ class Streamed(Source):
             loader is not None and loader.drop_last,
             None if self._workers is None else self._workers.draws,
         )
-        if self._fetcher.has_state and (self._workers is None or not self._workers.num_workers):
+        in_workers = self._workers is not None and bool(self._workers.num_workers)
+        if self._fetcher.has_state and not in_workers:
             self.stateful = iterable
+        self.iterated = None if in_workers else iterable
+        self._state = SamplerState(None if self._fetcher.has_state else self.iterated)
         self.may_filter = batch_size is not None and loader is not None and loader.collate_fn is not default_collate
         self._runs = count()
         self._read = False
@@ -133,6 +137,7 @@ class Streamed(Source):
             elif self.stateful is not None:
                 self._begin(epoch)
             self._loaded = None
+            self._state.begin(epoch)
         fetched = map(fetcher.__getitem__, keys) if self._workers is None else self._workers.run(fetcher, keys, epoch)
         still = max(1, self._workers.num_workers) if self.shards_itself and self._workers is not None else 1
         number = 0
@@ -160,10 +165,10 @@ class Streamed(Source):
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:
             return dict(self._loaded)
-        return {} if self._live is None else self._live.state_dict()
+        return self._state.state_dict() if self._live is None or self.stateful is None else self._live.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not state:
+        if not state or self._state.load_state_dict(state):
             self._loaded = None
         elif self.stateful is None:
             super().load_state_dict(state)

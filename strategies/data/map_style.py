@@ -48,7 +48,7 @@ class Indexed(Source):
                 f"split_batches needs batches that can be split, but {name_of(loader)} makes its own (batch_size is "
                 "None)"
             )
-        self.stateful = self.sample_order.sampler
+        self.stateful = self.iterated = self.sample_order.sampler
         # A fetched key is a list of samples to collate, a list that the dataset takes whole, or one ready batch.
         self._fetcher = Samples(
             loader.dataset,

@@ -104,7 +104,7 @@ class Combined(Source):
                 )
         self.may_filter = any(source.may_filter for source in self._sources.values())
         self._asked: list[tuple[Source, Any, int]] = []
-        self._states = [SamplerState(source.stateful) for source in self._sources.values()]
+        self._states = [SamplerState(source.iterated) for source in self._sources.values()]
         """As an epoch of all loaders begins, which may have several of a shorter one."""
         self._length = combined.length([source.num_micro_batches for source in self._sources.values()])
         if any(source.num_micro_batches == 0 for source in self._sources.values()):

@@ -7,18 +7,22 @@ import re
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from lockstep.strategies.data.fetchers import Once, escaped
 from lockstep.strategies.data.permutation import Permutation, mix
 from lockstep.strategies.data.randomness import EPOCHS, Randomness, announce
 from lockstep.strategies.data.source import Share, length_of, name_of, parts_within
+from lockstep.strategies.launch.program.generators import generator_content, generator_of, generators
 
 READ_AHEAD, _READ_AHEAD_BATCHES = 1024, 32
 """Indices, or batches of them, of a user's sampler that are read at once, as switching the random state costs about 0.1
@@ -26,7 +30,7 @@ ms."""
 
 
 class SamplerState:
-    """What a sampler with `state_dict` and `load_state_dict` held as its epoch began, and what it holds now.
+    """What a sampler, or an iterable dataset, held as its epoch began, and what it holds now.
 
     An epoch is read from its beginning also where a run continues within it.
     """
@@ -35,8 +39,7 @@ class SamplerState:
 
     def __init__(self, sampler: Any) -> None:
         # The order of a DistributedSampler follows from the epoch, and torchdata's would skip what it has yielded.
-        own = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
-        self._sampler = sampler if own and not isinstance(sampler, DistributedSampler) else None
+        self._sampler = None if sampler is None or isinstance(sampler, DistributedSampler) else _with_state(sampler)
         self._epoch = -1
         self._began: Any = None
         self._loaded: Any = None
@@ -58,14 +61,129 @@ class SamplerState:
         if self._sampler is None or self._epoch < 0:
             return {}
         now = deepcopy(self._sampler.state_dict()) if self._loaded is None else self._loaded
-        return dict(zip(self.KEYS, (self._epoch, self._began, now), strict=True))
+        state = dict(zip(self.KEYS, (self._epoch, self._began, now), strict=True))
+        if not isinstance(self._sampler, Attributes):
+            return state
+        changed = self._sampler.changed(now) | self._sampler.changed(self._began)
+        own = {key: {name: state[key][name] for name in changed if name in state[key]} for key in self.KEYS[1:]}
+        return state | own | {ATTRIBUTES: True} if changed else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Take up `state`; whether it is that of a sampler, and there is one to take it."""
-        if self._sampler is None or set(state) != set(self.KEYS):
-            return False
+        """Take up `state`; whether it is that of a sampler, and there is one to take it, or it needs none."""
+        of_attributes = bool(state.get(ATTRIBUTES))
+        if set(state) - {ATTRIBUTES} != set(self.KEYS) or isinstance(self._sampler, Attributes) is not of_attributes:
+            return of_attributes
         self._epoch, self._began, self._loaded = (state[key] for key in self.KEYS)
         return True
+
+
+ATTRIBUTES = "attributes"
+"""In a state of `SamplerState`: it is of `Attributes`, which nothing else needs."""
+_MOST_ITEMS, _MOST_BYTES = 2**20, 2**24
+_SCALARS = {type(None), bool, int, float, str}
+
+
+class Attributes:
+    """The state of a user's sampler or iterable dataset that has no `state_dict`: its attributes, and those of samplers
+    in it, that are numbers, strings, lists, tuples and dicts of them, tensors, arrays and generators of random numbers,
+    but for large ones. They are put into the objects that are there."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self._first = self.state_dict()
+        self._known: set[str] = set()
+        """Of what the run that is resumed had changed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        found = ((path, _content(value)) for path, _, value in _attributes(self._owner))
+        return {path: content for path, content in found if content is not None}
+
+    def changed(self, state: Mapping[str, Any]) -> set[str]:
+        """The names of what is not in `state` as it was at first."""
+        names = {name for name, content in state.items() if not _is_same(content, self._first.get(name))}
+        return names | (self._known & state.keys())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._known |= self.changed(state)
+        for path, content in state.items():
+            holder, name = self._owner, path
+            while "." in name:
+                inner, name = name.split(".", 1)
+                holder = vars(holder).get(inner)
+            now = vars(holder).get(name) if hasattr(holder, "__dict__") else None
+            if holder is not None and not _is_same(_content(now), content):
+                vars(holder)[name] = _put(now, content)
+
+
+def _with_state(owner: Any) -> Any:
+    own = hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
+    return owner if own and not isinstance(owner, DataLoader) else Attributes(owner)
+
+
+def _attributes(owner: Any, before: str = "", depth: int = 3) -> Iterator[tuple[str, Any, Any]]:
+    for name, value in list(getattr(owner, "__dict__", {}).items()):
+        if isinstance(value, Sampler) and depth:
+            yield from _attributes(value, f"{before}{name}.", depth - 1)
+        else:
+            yield f"{before}{name}", owner, value
+
+
+def _content(value: Any) -> dict[str, Any] | None:
+    """A copy of what an attribute holds, in data that a checkpoint holds; None if it is not kept."""
+    if isinstance(value, generators()):
+        found = generator_content(value)
+        return None if found is None or found["kind"] == "cuda" else {"generator": deepcopy(found)}
+    if type(value) is Tensor:
+        is_kept = value.is_cpu and value.layout == torch.strided and value.nbytes <= _MOST_BYTES
+        return {"value": value.detach().clone()} if is_kept and not value.requires_grad else None
+    if type(value) is np.ndarray:
+        return {"value": value.copy()} if value.dtype.kind in "biuf" and value.nbytes <= _MOST_BYTES else None
+    if type(value) is list and len(value) <= _MOST_ITEMS and set(map(type, value)) == {int}:
+        with suppress(OverflowError):
+            return {"numbers": np.array(value, dtype=np.int64)}
+    return {"value": deepcopy(value)} if _is_plain(value) else None
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    if kind in (list, tuple) and len(value) <= _MOST_ITEMS:
+        return set(map(type, value)) <= _SCALARS or all(map(_is_plain, value))
+    if kind is dict and len(value) <= _MOST_ITEMS:
+        return set(map(type, value)) <= _SCALARS and all(map(_is_plain, value.values()))
+    return kind in _SCALARS
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return bool(one.dtype == other.dtype and np.array_equal(one, other))
+    return bool(one == other)
+
+
+def _put(now: Any, content: Mapping[str, Any]) -> Any:
+    """The attribute with that content: the object that it is now, as others may hold it, if it is of the kind."""
+    if "generator" in content:
+        return generator_of(content["generator"], now)
+    value = content["numbers"].tolist() if "numbers" in content else deepcopy(content["value"])
+    if type(now) is not type(value):
+        return value
+    if isinstance(now, list):
+        now[:] = value
+    elif isinstance(now, dict):
+        now.clear()
+        now.update(value)
+    elif isinstance(now, Tensor) and (now.shape, now.dtype) == (value.shape, value.dtype):
+        now.copy_(value)
+    elif isinstance(now, np.ndarray) and (now.shape, now.dtype) == (value.shape, value.dtype) and now.flags.writeable:
+        now[...] = value
+    else:
+        return value
+    return now
 
 
 def other_indices(sampler: str, kind: str, place: str, first: int) -> RuntimeError:

@@ -106,6 +106,8 @@ class Source(ABC):
     shards_itself = False
     stateful: Any = None
     """The user's sampler, or iterable dataset that has a state which this process changes."""
+    iterated: Any = None
+    """The user's sampler, or iterable dataset that this process iterates."""
     order: Order = 0, ""
     """Of a user's sampler, up to the last piece; hashed where there are several processes."""
 

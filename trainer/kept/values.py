@@ -26,17 +26,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lockstep.strategies.launch.program.generators import generator_content, generator_of, generators
 from lockstep.strategies.launch.program.values import slots
 from lockstep.strategies.modules.absent import Refusing, is_here
 from lockstep.strategies.modules.blocks import OF_TORCH, is_of_user
 from lockstep.strategies.modules.parameter_hooks import of_engines
-from lockstep.strategies.sync.contents import (
-    checksum,
-    generator_content,
-    generator_of,
-    generator_state,
-    generators,
-)
+from lockstep.strategies.sync.contents import checksum, generator_state
 from lockstep.trainer.hparams import Namespace
 from lockstep.trainer.kept.fields import caches_of, drop, fields, put
 

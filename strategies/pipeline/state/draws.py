@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from lockstep.strategies.launch.program.generators import generator_content, generator_of
 from lockstep.strategies.modules.blocks import OF_TORCH
-from lockstep.strategies.sync.contents import generator_content, generator_of, generator_state
+from lockstep.strategies.sync.contents import generator_state
 
 _FIRST, _MOST = 4, 64
 """Micro-batches with draws that run whole too; items of a container that are read."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 
+from lockstep.strategies.launch.program.generators import generator_content, generator_of, generators
 from lockstep.strategies.launch.program.reach import base_of
 from lockstep.strategies.modules.blocks import OF_TORCH
 from lockstep.strategies.pipeline.state.marks import (
@@ -27,7 +28,6 @@ from lockstep.strategies.pipeline.state.marks import (
     put_content,
 )
 from lockstep.strategies.pipeline.state.step_code import globals_of, is_read
-from lockstep.strategies.sync.contents import generator_content, generator_of, generators
 
 MANY = 100
 """Items of a dict that are followed though no code of a step stores items into it."""

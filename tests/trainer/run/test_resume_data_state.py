@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
@@ -95,11 +97,41 @@ def several(mode: str) -> Any:
         "long": DataLoader(SAMPLES, 4),  # type: ignore[arg-type]
         "sampler": DataLoader(SAMPLES, 8, sampler=own[0]),  # type: ignore[arg-type]
         "dataset": DataLoader(own[1], 4),
+        "drawing": DataLoader(SAMPLES, 8, sampler=Drawing()),  # type: ignore[arg-type]
         "batches": DataLoader(SAMPLES, batch_sampler=ShufflingBatches()),  # type: ignore[arg-type]
     }
     if mode != "min_size":
         del loaders["dataset"]  # which has no end
     return CombinedLoader(loaders, mode)
+
+
+class Drawing(Sampler[int]):
+    """Draws from generators of its own and of the sampler in it, shuffles in place and counts, and says nothing of its
+    state."""
+
+    def __init__(self, inner: Any = None) -> None:
+        self.numpy, self.python, self.torch = np.random.default_rng(1), random.Random(1), torch.Generator()
+        self.indices, self.weights, self.seen = list(range(len(SAMPLES))), np.ones(2), {"epochs": 0}
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(SAMPLES)
+
+    def __iter__(self) -> Iterator[int]:
+        self.python.shuffle(self.indices)
+        self.weights *= 2
+        first = int(self.numpy.integers(9)) + int(torch.randint(9, (1,), generator=self.torch)) + self.seen["epochs"]
+        first += int(self.weights.sum()) + (next(iter(self.inner)) if self.inner else 0)
+        yield from (self.indices[(first + i) % len(SAMPLES)] for i in range(len(SAMPLES)))
+        self.seen["epochs"] += 1
+
+
+class DrawingStream(IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.sampler = Drawing()
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(SAMPLES.__getitem__, self.sampler)
 
 
 class SaveEverywhere(Callback):
@@ -130,6 +162,7 @@ def fit(dataset: Any, ckpt: Path | None = None, **options: Any) -> tuple[Any, An
         trainer.fit(module, several(dataset), ckpt_path=ckpt)
         return module, trainer
     given = {
+        Drawing: lambda: DataLoader(SAMPLES, 8, sampler=dataset),  # type: ignore[arg-type]
         Shuffling: lambda: DataLoader(SAMPLES, 8, sampler=dataset),  # type: ignore[arg-type]
         ShufflingBatches: lambda: DataLoader(SAMPLES, batch_sampler=dataset),  # type: ignore[arg-type]
         EndlessBatches: lambda: DataLoader(dataset, None),
@@ -167,6 +200,42 @@ def test_every_checkpoint_continues_with_the_datasets_state(tmp_path: Path, kind
         resumed, other = fit(kind(), path, callbacks=more, **options)
         assert other.global_step == trainer.global_step, path.name
         assert equal(weights(resumed), weights(whole)), path.name
+
+
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 2}])
+@pytest.mark.parametrize("make", [Drawing, lambda: Drawing(Drawing()), DrawingStream])
+def test_what_samplers_and_streams_keep_in_attributes_continues(
+    tmp_path: Path, make: Any, options: dict[str, Any]
+) -> None:
+    whole, _ = fit(make(), callbacks=[SaveEverywhere(tmp_path)], **options)
+    for path in sorted(tmp_path.iterdir()):
+        assert equal(weights(fit(make(), path, **options)[0]), weights(whole)), path.name
+
+
+@pytest.mark.ranks
+def test_it_continues_on_another_number_of_ranks_and_with_another_loader(tmp_path: Path) -> None:
+    whole, _ = fit(Drawing(Drawing()), callbacks=[SaveEverywhere(tmp_path)], precision="64-true")
+    resumed, _ = fit(Drawing(Drawing()), tmp_path / "step 5", strategy="ddp", devices=2, precision="64-true")
+    assert distance(weights(resumed), weights(whole)) < 1e-12
+    fit(Resetting(), tmp_path / "end 0", precision="64-true")  # which does not need it
+
+
+def test_every_validation_reads_the_same_of_a_sampler_that_draws_by_itself() -> None:
+    read: list[Any] = []
+
+    class Reads(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            read[-1] += batch[1].tolist()
+
+        def on_validation_start(self) -> None:
+            read.append([])
+
+    quiet(accelerator="cpu", max_epochs=3).fit(
+        Reads(),
+        DataLoader(data(8), 8),
+        DataLoader(SAMPLES, 8, sampler=Drawing()),  # type: ignore[arg-type]
+    )
+    assert len(read) == 3 and read[0] == read[1] == read[2]
 
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size", "sequential"])
