@@ -259,7 +259,10 @@ def check_number(
 
 
 def check_local(name: str, folder: str | os.PathLike[str]) -> None:
-    """Raise ValueError for an address such as s3://bucket, which would be a folder of that name on this machine."""
+    """Raise ValueError for an address such as s3://bucket, which would be a folder of that name on this machine;
+    TypeError for what is not a path."""
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"{name} must be a path, got {folder!r}")
     if re.match(r"[A-Za-z][\w+.-]+:/", os.fspath(folder)):
         raise ValueError(
             f"{name} must be a folder, got the address {os.fspath(folder)!r}; mount it as a folder, or copy what a run "

@@ -169,7 +169,7 @@ def seconds(duration: str | timedelta | dict[str, float], name: str) -> float:
     elif isinstance(duration, dict):
         try:
             length = timedelta(**duration)
-        except TypeError:
+        except (TypeError, ValueError, OverflowError):
             names = "weeks, days, hours, minutes, seconds"
             raise ValueError(f"{name} as a dict takes numbers for {names}, but it is {duration}") from None
     elif isinstance(duration, timedelta):

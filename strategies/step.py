@@ -375,6 +375,11 @@ def weighted_losses(
                 f"training_step must return a scalar loss, but its loss has shape {list(value.shape)}; return its mean "
                 "or Loss(total, count)"
             )
+        if value.is_complex():
+            raise ValueError(
+                f"training_step must return a real loss, but its loss is {value.dtype}; return its absolute value or "
+                "real part"
+            )
         if not value.requires_grad and (inputs is None or inputs):
             raise ValueError(
                 "training_step returned a loss without gradient: it does not depend on a trainable parameter, or was "

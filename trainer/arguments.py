@@ -131,6 +131,9 @@ class TrainerArguments:
                 object.__setattr__(self, name, None)
         for field in fields(self):
             value = getattr(self, field.name)
+            if isinstance(value, Real) and not isinstance(value, int | float):  # of numpy
+                value = int(value) if isinstance(value, Integral) else float(value)
+                object.__setattr__(self, field.name, value)
             if field.type in ("bool", "bool | None") and value is not None and value not in (True, False):
                 raise TypeError(f"{field.name} must be True or False, but {field.name}={value!r}")
         if self.deterministic not in (True, False, "warn"):
@@ -152,7 +155,8 @@ class TrainerArguments:
             raise ValueError(
                 "benchmark=True may take another algorithm in each run, which deterministic=True forbids; remove one"
             )
-        if self.seed is not None and not (isinstance(self.seed, Integral) and 0 <= self.seed < 2**63):
+        seed: Any = self.seed
+        if seed is not None and (type(seed) is bool or not isinstance(seed, Integral) or not 0 <= seed < 2**63):
             raise ValueError(f"seed must be in [0, 2**63), but seed={self.seed!r}")
         given: Any = self.callbacks if isinstance(self.callbacks, Callback) else self.callbacks or []
         is_one = isinstance(given, Callback | str) or not isinstance(given, Iterable)
@@ -162,8 +166,6 @@ class TrainerArguments:
                 raise TypeError(
                     f"callbacks must be Callback objects, but one is {item!r}; {_instead(item, 'Callback')}"
                 )
-        if not isinstance(self.default_root_dir, str | os.PathLike):
-            raise TypeError(f"default_root_dir must be a path, but default_root_dir={self.default_root_dir!r}")
         check_local("default_root_dir", self.default_root_dir)
         object.__setattr__(self, "callbacks", given)
         object.__setattr__(self, "default_root_dir", os.path.expanduser(self.default_root_dir))
@@ -350,7 +352,7 @@ def _check_batches(name: str, value: Any) -> None:
     if value is None:
         return
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or value < 0 or (isinstance(value, float) and value > 1.0):
+    if not is_number or not value >= 0 or (isinstance(value, float) and value > 1.0):
         raise ValueError(f"{name} must be a whole number of batches or a fraction in [0.0, 1.0], but {name}={value!r}")
 
 

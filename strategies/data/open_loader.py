@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep.strategies.data.combined import CombinedLoader
@@ -47,9 +46,10 @@ def source_of(loader: Any, share: Share, shuffle: bool | None) -> Source:
             else Indexed(loader, share, shuffle)
         )
     refuse_dataset(loader)
-    if hasattr(loader, "__iter__") and not isinstance(loader, str | bytes | Tensor | type):
+    is_data = isinstance(loader, str | bytes) or hasattr(type(loader), "__array__")  # a tensor, array or data frame
+    if hasattr(loader, "__iter__") and not is_data and not isinstance(loader, type):
         return Streamed(loader, share, shuffle)
-    if hasattr(loader, "__getitem__") and hasattr(loader, "__len__") and not isinstance(loader, str | bytes | Tensor):
+    if hasattr(loader, "__getitem__") and hasattr(loader, "__len__") and not is_data:
         return Indexed(DataLoader(loader, batch_size=None, collate_fn=keep), share, shuffle)
     if callable(loader) and not isinstance(loader, type):
         return Streamed(Factory(loader), share, shuffle)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import chain, islice
@@ -315,7 +315,7 @@ class SampleOrder:
     def batches_after(self, epoch: int, start: int) -> tuple[Iterator[list[Any]], int, int]:
         """The batches of a user's batch sampler after `start` samples, how many they follow, and in how many parts if
         split."""
-        batches = map(_listed, self.replay(epoch))
+        batches = map(self._listed, self.replay(epoch))
         passed = parts = 0
         while start > 0:
             batch = next(batches, None)
@@ -348,6 +348,18 @@ class SampleOrder:
             if len(read) < ahead:
                 return
 
+    def _listed(self, batch: Any) -> list[Any]:
+        """A batch of a user's batch sampler, which may be anything that can be iterated."""
+        if not isinstance(batch, Iterable):
+            raise TypeError(
+                f"a batch sampler must yield lists of indices, but {name_of(self.sampler)} yielded {batch!r}; pass it as "
+                "sampler=, with a batch_size"
+            )
+        try:
+            return list(batch)
+        except StopIteration as error:
+            raise escaped(error, "reading a batch of indices") from error
+
     def _announce(self, epoch: int) -> None:
         try:
             announce(self.sampler, self._share.seed, epoch)
@@ -359,11 +371,3 @@ def _is(sampler: Any, kind: type) -> bool:
     """Whether it is of torch's class `kind` itself, or of torchdata's that stands for it."""
     own = type(sampler)
     return own is kind or (own.__module__, own.__name__) == ("torchdata.stateful_dataloader.sampler", kind.__name__)
-
-
-def _listed(batch: Any) -> list[Any]:
-    """A batch of a user's batch sampler, which may be anything that can be iterated."""
-    try:
-        return list(batch)
-    except StopIteration as error:
-        raise escaped(error, "reading a batch of indices") from error

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,10 +17,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep import CheckpointError, DataModule, Loss, Module, Trainer
-from lockstep.callbacks import EarlyStopping, ModelCheckpoint, TensorBoardLogger
+from lockstep.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint, TensorBoardLogger
 from lockstep.strategies import DDP
 from lockstep.strategies.launch import launcher
-from tests.trainer.toy import Net, equal, loader, net, quiet, weights
+from tests.trainer.toy import Net, data, equal, loader, net, quiet, weights
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ TRAINER: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "seed by name": ({"seed": "a"}, "seed must be in .*, but seed='a'"),
     "fast": ({"fast_dev_run": "yes"}, "fast_dev_run must be a whole number of at least 0, but fast_dev_run='yes'"),
-    "folder": ({"default_root_dir": 3}, "default_root_dir must be a path, but default_root_dir=3"),
+    "folder": ({"default_root_dir": 3}, "default_root_dir must be a path, got 3"),
     "seed": ({"seed": -1}, "seed must be in \\[0, 2\\*\\*63\\), but seed=-1"),
     "precision": ({"precision": "17"}, "precision must be one of 32-true, .*, but precision='17'"),
     "strategy": ({"strategy": "dpd"}, "strategy must be one of .*, but strategy='dpd'; did you mean '.*'\\?"),
@@ -124,6 +125,11 @@ TRAINER: dict[str, tuple[dict[str, Any], str]] = {
         "two callbacks have the same state_key 'EarlyStopping\\[monitor=a, mode=min\\]'",
     ),
     "max_time": ({"max_time": "ten minutes"}, "max_time must read DD:HH:MM:SS, .* but it is 'ten minutes'"),
+    "max_time of NaN": ({"max_time": {"hours": float("nan")}}, "max_time as a dict takes numbers .* {'hours': nan}"),
+    "limit of NaN": ({"limit_train_batches": float("nan")}, "limit_train_batches must .* but limit_train_batches=nan"),
+    "overfit NaN": ({"overfit_batches": float("nan")}, "overfit_batches must be .*, but overfit_batches=nan"),
+    "seed as a flag": ({"seed": True}, "seed must be in .*, but seed=True"),
+    "number of numpy": ({"max_epochs": np.int64(0)}, "max_epochs must be .*, but max_epochs=0"),
     "flag as a number": ({"benchmark": 2}, "benchmark must be True or False, but benchmark=2"),
 }
 
@@ -167,6 +173,15 @@ def test_a_gpu_that_is_not_there() -> None:
         ValueError, match="accelerator='gpu' needs a CUDA device, and torch sees none; use accelerator='cpu' or 'auto'"
     ):
         quiet(accelerator="gpu")
+
+
+def test_numbers_of_numpy_are_those_of_python() -> None:
+    given = quiet(max_epochs=np.int64(3), seed=np.int32(7), limit_val_batches=np.float32(0.5)).arguments
+    assert [(type(value), value) for value in (given.max_epochs, given.seed, given.limit_val_batches)] == [
+        (int, 3),
+        (int, 7),
+        (float, 0.5),
+    ]
 
 
 def test_no_limit_may_be_written_as_minus_one() -> None:
@@ -256,6 +271,12 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
         "a loader is a DataLoader, an iterable of batches or .*, but it is str; pass a DataLoader",
     ),
     "tensor": (lambda: quiet().fit(Net(), torch.zeros(3, 8)), "but it is Tensor; pass a DataLoader"),
+    "array": (lambda: quiet().fit(Net(), np.zeros((3, 8))), "but it is ndarray; pass a DataLoader"),
+    "not set up": (
+        lambda: quiet(devices=2).validate(type("Bare", (Net,), {"__init__": lambda self: None})(), loader()),
+        r"Bare has not been set up as a Module; call super\(\).__init__\(\) first in Bare.__init__",
+    ),
+    "number as a folder": (lambda: CSVLogger(3), "save_dir of CSVLogger must be a path, got 3"),
     "class of data": (
         lambda: quiet().fit(Net(), DataModule),
         "but it is the class DataModule; pass an object of it",
@@ -396,6 +417,10 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: quiet().fit(Net(), 5),
         "a loader is a DataLoader, an iterable of batches or a function that returns one, but it is int",
     ),
+    "indices in place of batches": (
+        lambda: quiet().fit(Net(), DataLoader(data(8), batch_sampler=range(8))),  # type: ignore[arg-type]
+        "a batch sampler must yield lists of indices, but range yielded 0; pass it as sampler=, with a batch_size",
+    ),
     "sampler": (
         lambda: quiet(devices=1, split_batches=True, accumulate_grad_batches=2).fit(Net(), [[torch.zeros(1)]]),
         "split_batches needs batches that can be split",
@@ -426,6 +451,10 @@ LOSSES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "not scalar": (
         lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"),
         "must return a scalar loss, but its loss has shape \\[8\\]; return its mean",
+    ),
+    "complex": (
+        lambda m, b: m(b[0]).mean() * 1j,
+        "training_step must return a real loss, but its loss is torch.complex64; return its absolute value or real",
     ),
     "number": (
         lambda m, b: 1.0,

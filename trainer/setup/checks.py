@@ -198,7 +198,11 @@ def not_running(run: RunState, method: str) -> None:
 
 
 def not_run_by_another(run: RunState, module: Module, method: str) -> None:
-    """Raise RuntimeError for a module of which any part is in a run of another Trainer: it would be taken from it."""
+    """Raise RuntimeError for a module of which any part is in a run of another Trainer: it would be taken from it;
+    TypeError for one that was not set up."""
+    if "_modules" not in vars(module):
+        kind = type(module).__name__
+        raise TypeError(f"{kind} has not been set up as a Module; call super().__init__() first in {kind}.__init__")
     for name, child in module.named_modules():
         other = vars(child).get("_trainer") if isinstance(child, Module) else None
         if other is not None and other is not run.trainer and getattr(getattr(other, "_run", None), "active", False):

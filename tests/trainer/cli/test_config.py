@@ -393,6 +393,11 @@ def test_nothing_is_built_where_anything_is_wrong(monkeypatch: pytest.MonkeyPatc
             "optimizers.lr=1",
             "optimizers (command line): no such key; did you mean 'optimizer'? Sections are module, data",
         ),
+        (
+            "callbacks=[3]",
+            "trainer.callbacks (command line): must be a list, each a mapping with the class of a Callback, a mapping "
+            "with the class of a Callback or null, but it is [3]",
+        ),
         ("+seed=1", "'+seed=1' (command line): an override is key=value, such as trainer.max_epochs=3"),
         (
             "trainer.callbacks.0.steps=5",

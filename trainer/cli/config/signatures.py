@@ -89,7 +89,9 @@ def describe(annotation: Any) -> str:
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         words = list(dict.fromkeys(describe(part) for part in parts))
-        return " or ".join(words) if len(words) < 3 else f"{', '.join(words[:-1])} or {words[-1]}"
+        return (
+            " or ".join(words) if len(words) < 3 else f"{', '.join(w.rstrip(',') for w in words[:-1])} or {words[-1]}"
+        )
     if origin is typing.Annotated:
         return describe(parts[0])
     if origin is Literal:
