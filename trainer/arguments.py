@@ -155,8 +155,8 @@ class TrainerArguments:
             raise ValueError(
                 "benchmark=True may take another algorithm in each run, which deterministic=True forbids; remove one"
             )
-        seed: Any = self.seed
-        if seed is not None and (type(seed) is bool or not isinstance(seed, Integral) or not 0 <= seed < 2**63):
+        seed = self.seed
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
             raise ValueError(f"seed must be in [0, 2**63), but seed={self.seed!r}")
         given: Any = self.callbacks if isinstance(self.callbacks, Callback) else self.callbacks or []
         is_one = isinstance(given, Callback | str) or not isinstance(given, Iterable)

@@ -20,6 +20,7 @@ from lockstep.callbacks.tuning.lr_finder import LRFinder, LRSweep, RisingRate
 from lockstep.strategies.checkpoint_state import unpack
 from lockstep.strategies.launch import environment
 from lockstep.strategies.launch.launcher import RankFailure
+from lockstep.strategies.launch.payload import CannotSend
 from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES, copy_attributes
 from lockstep.trainer.checkpoint.manifest import refused
 from lockstep.trainer.seeding import rng_state, set_rng_state
@@ -209,6 +210,8 @@ def _trial(
     vars(module)["configure_callbacks"] = list  # none, as those of the Trainer have no part in it either
     try:
         trainer.fit(module, loaders, datamodule=datamodule)
+    except CannotSend as error:
+        raise TypeError(f"LRFinder and BatchSizeFinder search in processes of their own. {error}") from error
     finally:
         if own is None:
             del vars(module)["configure_callbacks"]

@@ -36,6 +36,10 @@ _LARGE = 1 << 20  # bytes from which on a tensor is mapped, not read
 _LONG = re.compile(rb"\x8a([\x05-\x07])")  # how pickle writes the size of an int that is an address
 
 
+class CannotSend(TypeError):
+    """Something that cannot be pickled was to be sent to ranks, or returned from them."""
+
+
 def pack(value: Any, *, refuse_ids: bool = False) -> int:
     """Write `value` into an anonymous file and return its descriptor, which the caller closes.
 
@@ -103,10 +107,12 @@ def _pickled(value: Any, buffers: list[pickle.PickleBuffer] | None) -> tuple[byt
     pickler = Pickler(file, None if buffers is None else buffers.append)
     try:
         pickler.dump(value)
-    except (pickle.PickleError, TypeError, AttributeError) as error:
+    except (pickle.PickleError, TypeError, AttributeError, NotImplementedError) as error:
         where, found = _culprit(value, "", set()) or ("", value)
-        raise TypeError(
-            f"Everything that is sent to or returned from ranks must be picklable, but {error}"
+        of_torch = isinstance(error, NotImplementedError) and len(error.args) == 2  # the iterator of a DataLoader
+        why = error.args[0].format(error.args[1]) if of_torch else error
+        raise CannotSend(
+            f"Everything that is sent to or returned from ranks must be picklable, but {why}"
             + (f" ({where} is a {type(found).__qualname__})" if where else "")
             + ": create it on the rank, or remove it"
         ) from error
@@ -171,7 +177,9 @@ def _children(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from ((f"{value.__qualname__}.{key}", item) for key, item in vars(value).items())
     else:
         yield type(value).__qualname__, type(value)
-        state = value.__getstate__() if hasattr(type(value), "__getstate__") else getattr(value, "__dict__", None)
+        state = None
+        with suppress(Exception):  # which is then why it cannot be pickled
+            state = value.__getstate__() if hasattr(type(value), "__getstate__") else getattr(value, "__dict__", None)
         if isinstance(state, dict):
             yield from ((f"{name}.{key}" if name else key, item) for key, item in state.items())
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lockstep.strategies.launch.payload import dumps, pack, unpack
 
@@ -263,10 +264,14 @@ def test_a_compiled_function_of_the_program_is_named() -> None:
     assert through(torch.compiler.disable(lambda x: x + 1))(1) == 2
 
 
-@pytest.mark.parametrize("value", [threading.Lock(), (i for i in "ab"), {"nested": [threading.Thread()]}])
+@pytest.mark.parametrize(
+    "value",
+    [threading.Lock(), (i for i in "ab"), {"nested": [threading.Thread()]}, iter(DataLoader([1]))],  # type: ignore[arg-type]
+)
 def test_what_cannot_be_pickled_is_named(value: Any) -> None:
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(TypeError, match="must be picklable, but .*cannot pickle '.*' object.*: create it on the rank"):
+    named = "cannot pickle '.*' object|_SingleProcessDataLoaderIter cannot be pickled"
+    with pytest.raises(TypeError, match=f"must be picklable, but .*({named}).*: create it on the rank"):
         pack(value)
     assert os.listdir("/proc/self/fd") == before
 
