@@ -26,7 +26,19 @@ _FUNCTIONS = {
     "ExpBackward0": "exp",
     "PowBackward0": "a power",
     "LinalgVectorNormBackward0": "a norm",
+    "TanhBackward0": "tanh",
+    "SigmoidBackward0": "sigmoid",
+    "LogSigmoidBackward0": "logsigmoid",
+    "SoftplusBackward0": "softplus",
+    "ReciprocalBackward0": "a reciprocal",
+    "LogsumexpBackward0": "logsumexp",
+    "MedianBackward0": "the median",
+    "VarBackward0": "the variance",
+    "StdBackward0": "the standard deviation",
+    "ProdBackward0": "the product",
 }
+_FUNCTIONS |= dict.fromkeys(("MaxBackward1", "AmaxBackward0"), "the maximum")
+_FUNCTIONS |= dict.fromkeys(("MinBackward1", "AminBackward0"), "the minimum")
 _LINEAR = {f"{name}Backward0" for name in ("Add", "Sub", "Neg", "ToCopy", "Clone", "View", "UnsafeView", "Reshape")}
 _LINEAR |= {f"{name}Backward{i}" for name in ("Squeeze", "Unsqueeze") for i in (0, 1)}
 _JOINED = "StackBackward0", "CatBackward0"
@@ -141,6 +153,8 @@ def _not_a_mean(output: Any, samples: float) -> str | None:
             other = _saved(node, "_raw_saved_other" if node.next_functions[0][0] is not None else "_raw_saved_self")
             if other is not None and other.numel() == 1 and other.is_cpu and other.dtype in _OF_PYTHON and other != 0:
                 waiting.append((edges[0], factor * abs(float(other))))
+        elif name == "MulBackward0" and all(_is_of_data([edge]) for edge in edges):
+            return "a product of what its samples add up to"
     return None
 
 

@@ -111,6 +111,39 @@ def a_perplexity(out: Tensor, y: Tensor) -> dict[str, Tensor]:
     return {"loss": of_all(out, y).exp()}
 
 
+def a_tanh(out: Tensor, y: Tensor) -> Tensor:
+    return out.square().mean().tanh()
+
+
+def a_worst(out: Tensor, y: Tensor) -> Tensor:
+    return of_all(out, y) + F.cross_entropy(out, y.clamp_min(0), reduction="none").max()
+
+
+def a_median(out: Tensor, y: Tensor) -> Tensor:
+    return out.square().mean(1).median()
+
+
+def a_soft_maximum(out: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([of_all(out, y), out.square().mean()]).logsumexp(0)
+
+
+def a_deviation(out: Tensor, y: Tensor) -> Tensor:
+    return of_all(out, y) - 0.1 * out.std()
+
+
+def an_inverse(out: Tensor, y: Tensor) -> Tensor:
+    return 1 / (1 + out.square().mean())
+
+
+def a_product(out: Tensor, y: Tensor) -> Tensor:
+    return of_all(out, y) * out.square().mean()
+
+
+def with_functions_of_samples(out: Tensor, y: Tensor) -> Tensor:
+    worst, spread = out.max(1).values.mean(), out.std(1).mean() + out.logsumexp(1).mean()
+    return worst + spread + out.sigmoid().mean() + (out.tanh() * out).mean() + PENALIZED.max() * of_all(out, y)
+
+
 def with_penalties(out: Tensor, y: Tensor) -> Tensor:
     weight = 4 * PENALIZED.outer(PENALIZED)[:4, :4]  # as many rows as samples
     return of_all(out, y) + 0.1 * weight.square().sum() + weight.square().sum().sqrt() + PENALIZED.norm()
@@ -184,9 +217,9 @@ def warned(
 UNEVEN = of_not_ignored, weighted_by_class, of_two, by_index, by_mask, by_division
 EVEN = of_all, with_penalty, with_aside, with_count, of_samples, recomputed
 SUMS = a_sum, a_scaled_sum, a_sum_of_means
-FUNCTIONS = a_root, a_norm, a_perplexity
+FUNCTIONS = a_root, a_norm, a_perplexity, a_tanh, a_worst, a_median, a_soft_maximum, a_deviation, an_inverse
 MEANS = with_penalties, of_classes, of_a_divergence, stacked, stacked_with_weights, by_factor, by_weights
-MEANS += (by_uncertainty,)
+MEANS += by_uncertainty, with_functions_of_samples
 READ = of_named_function, by_a_complex_number
 
 
@@ -210,6 +243,11 @@ def test_a_sum_over_samples_is_named(caplog: pytest.LogCaptureFixture, loss: Cal
 def test_a_function_of_a_mean_is_named(caplog: pytest.LogCaptureFixture, loss: Callable[[Tensor, Tensor], Any]) -> None:
     (line,) = warned(caplog, loss, accumulate_grad_batches=2)
     assert "training_step returns a function (" in line and "or a mean of what each sample gives" in line
+
+
+def test_a_product_of_means_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = warned(caplog, a_product, accumulate_grad_batches=2)
+    assert "training_step returns a product of what its samples add up to, but" in line
 
 
 @pytest.mark.parametrize("loss", EVEN + READ + MEANS)
