@@ -39,7 +39,9 @@ class SamplerState:
 
     def __init__(self, sampler: Any) -> None:
         # The order of a DistributedSampler follows from the epoch, and torchdata's would skip what it has yielded.
-        self._sampler = None if sampler is None or isinstance(sampler, DistributedSampler) else _with_state(sampler)
+        self._sampler: Any = (
+            None if sampler is None or isinstance(sampler, DistributedSampler) else _with_state(sampler)
+        )
         self._epoch = -1
         self._began: Any = None
         self._loaded: Any = None
@@ -50,23 +52,29 @@ class SamplerState:
         if self._sampler is None:
             return
         if epoch == self._epoch:
-            self._sampler.load_state_dict(deepcopy(self._began))
+            self._sampler.load_state_dict(
+                self._began if isinstance(self._sampler, Attributes) else deepcopy(self._began)
+            )
         else:
             if self._loaded is not None:
                 self._sampler.load_state_dict(self._loaded)
-            self._epoch, self._began = epoch, deepcopy(self._sampler.state_dict())
+            self._epoch, self._began = epoch, self._held()
         self._loaded = None
 
     def state_dict(self) -> dict[str, Any]:
         if self._sampler is None or self._epoch < 0:
             return {}
-        now = deepcopy(self._sampler.state_dict()) if self._loaded is None else self._loaded
+        now = self._held() if self._loaded is None else self._loaded
         state = dict(zip(self.KEYS, (self._epoch, self._began, now), strict=True))
         if not isinstance(self._sampler, Attributes):
             return state
         changed = self._sampler.changed(now) | self._sampler.changed(self._began)
         own = {key: {name: state[key][name] for name in changed if name in state[key]} for key in self.KEYS[1:]}
         return state | own | {ATTRIBUTES: True} if changed else {}
+
+    def _held(self) -> Any:
+        held = self._sampler.state_dict()
+        return held if isinstance(self._sampler, Attributes) else deepcopy(held)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Take up `state`; whether it is that of a sampler, and there is one to take it, or it needs none."""
@@ -81,6 +89,7 @@ ATTRIBUTES = "attributes"
 """In a state of `SamplerState`: it is of `Attributes`, which nothing else needs."""
 _MOST_ITEMS, _MOST_BYTES = 2**20, 2**24
 _SCALARS = {type(None), bool, int, float, str}
+_NOTHING = object()
 
 
 class Attributes:
@@ -141,16 +150,27 @@ def _content(value: Any) -> dict[str, Any] | None:
     if type(value) is list and len(value) <= _MOST_ITEMS and set(map(type, value)) == {int}:
         with suppress(OverflowError):
             return {"numbers": np.array(value, dtype=np.int64)}
-    return {"value": deepcopy(value)} if _is_plain(value) else None
+    copied = _copied(value)
+    return None if copied is _NOTHING else {"value": copied}
 
 
-def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    if kind in (list, tuple) and len(value) <= _MOST_ITEMS:
-        return set(map(type, value)) <= _SCALARS or all(map(_is_plain, value))
-    if kind is dict and len(value) <= _MOST_ITEMS:
-        return set(map(type, value)) <= _SCALARS and all(map(_is_plain, value.values()))
-    return kind in _SCALARS
+def _copied(value: Any) -> Any:
+    """A deep copy of data, which of many numbers and strings takes less time than Python's; else `_NOTHING`."""
+    kind: Any = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind not in (list, tuple, dict) or len(value) > _MOST_ITEMS or (kind is dict and not _are_scalars(value)):
+        return _NOTHING
+    items = list(value.values()) if kind is dict else list(value)
+    if not _are_scalars(items):
+        items = [*map(_copied, items)]
+        if any(item is _NOTHING for item in items):
+            return _NOTHING
+    return dict(zip(value, items, strict=True)) if kind is dict else kind(items)
+
+
+def _are_scalars(values: Iterable[Any]) -> bool:
+    return set(map(type, values)) <= _SCALARS
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -352,8 +372,8 @@ class SampleOrder:
         """A batch of a user's batch sampler, which may be anything that can be iterated."""
         if not isinstance(batch, Iterable):
             raise TypeError(
-                f"a batch sampler must yield lists of indices, but {name_of(self.sampler)} yielded {batch!r}; pass it as "
-                "sampler=, with a batch_size"
+                f"a batch sampler must yield lists of indices, but {name_of(self.sampler)} yielded {batch!r}; "
+                "pass it as sampler=, with a batch_size"
             )
         try:
             return list(batch)

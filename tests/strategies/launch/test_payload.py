@@ -266,7 +266,7 @@ def test_a_compiled_function_of_the_program_is_named() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [threading.Lock(), (i for i in "ab"), {"nested": [threading.Thread()]}, iter(DataLoader([1]))],  # type: ignore[arg-type]
+    [threading.Lock(), (i for i in "ab"), {"nested": [threading.Thread()]}, iter(DataLoader(torch.ones(1)))],
 )
 def test_what_cannot_be_pickled_is_named(value: Any) -> None:
     before = os.listdir("/proc/self/fd")
