@@ -370,16 +370,8 @@ def weighted_losses(
         if fault_injection.plan is not None:
             value = returned = fault_injection.plan.poison(value)
             losses[i] = value, inputs, value, 1.0
-        if value.numel() != 1:
-            raise ValueError(
-                f"training_step must return a scalar loss, but its loss has shape {list(value.shape)}; return its mean "
-                "or Loss(total, count)"
-            )
-        if value.is_complex():
-            raise ValueError(
-                f"training_step must return a real loss, but its loss is {value.dtype}; return its absolute value or "
-                "real part"
-            )
+        if value.numel() != 1 or value.is_complex():
+            raise _no_real_number(value)
         if not value.requires_grad and (inputs is None or inputs):
             raise ValueError(
                 "training_step returned a loss without gradient: it does not depend on a trainable parameter, or was "
@@ -390,3 +382,15 @@ def weighted_losses(
         elif weight != 1.0:
             losses[i] = value * weight, inputs, returned, weight
     return losses, count
+
+
+def _no_real_number(loss: Tensor) -> ValueError:
+    if loss.is_complex():
+        return ValueError(
+            f"training_step must return a real loss, but its loss is {loss.dtype}; return its absolute value or real "
+            "part"
+        )
+    return ValueError(
+        f"training_step must return a scalar loss, but its loss has shape {list(loss.shape)}; return its mean or "
+        "Loss(total, count)"
+    )
