@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,8 +13,11 @@ from lockstep.strategies.launch.program.functions import OTHERS
 from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES, OF_MODULE
 from lockstep.trainer.shares.optimizer_values import OptimizerValues
 
+_log = logging.getLogger("lockstep")
 _PLACE = "_left_hooks"
 """Where a module has the number of hooks that its layers and parameters would have without ranks, by name."""
+_MADE = "_left_made"
+"""Where it has the names of what it or others hold since and could not be sent."""
 _STEPPED = "_left_optimizers"
 """Where it has the `id` of optimizers that would have another state without ranks, by name."""
 
@@ -92,6 +96,22 @@ def refuse_stepped(module: nn.Module, resumes: bool) -> None:
             f"the last run has stepped {', '.join(names)} of {type(module).__name__} on its ranks, where what an "
             "optimizer remembers (momenta, learning rates) has ended with these, so that this run would begin without "
             "it; make the optimizer in configure_optimizers, or resume with ckpt_path"
+        )
+
+
+def note_made(module: nn.Module, names: list[str]) -> None:
+    vars(module).pop(_MADE, None)
+    if names:
+        vars(module)[_MADE] = names
+
+
+def warn_of_made(module: nn.Module) -> None:
+    """Name what the last run has made on its ranks and could not send back."""
+    if names := vars(module).pop(_MADE, None):
+        _log.warning(
+            f"the last run has made {', '.join(names)} on its ranks, which have ended, and this one begins without, as "
+            "it cannot be sent back; make it again in setup or on_fit_start, or keep it in numbers, tensors or objects "
+            "that can be pickled"
         )
 
 

@@ -25,7 +25,7 @@ from lockstep.trainer.hparams import Namespace as HParams
 from lockstep.trainer.kept.fields import Weights, fields
 from lockstep.trainer.kept.values import SAVED, STATEFUL, attributes, not_of_users
 
-_DEPTH, _MANY, _MOST = 3, 64, 1000
+_DEPTH, MANY, _MOST = 3, 64, 1000
 """How deep objects within objects are searched, the most items of a list or dict that are, and the most objects."""
 _BARE = (Callback, Generic, Protocol, ABC)
 """Bases that have no attributes of their own."""
@@ -42,7 +42,7 @@ def shown(path: str, name: str) -> str:
 
 def parts(value: Any) -> list[Any]:
     """What a small container holds; of anything else itself."""
-    if type(value) in (list, tuple, dict) and 0 < len(value) <= _MANY:
+    if type(value) in (list, tuple, dict) and 0 < len(value) <= MANY:
         return [*value.values()] if type(value) is dict else [*value]
     return [value]
 
@@ -134,9 +134,9 @@ def objects(owner: Any, path: str, seen: set[int], depth: int = _DEPTH) -> Itera
         if not name.isidentifier():
             continue
         held: Iterable[tuple[Any, Any]] = ((name, value),)
-        if type(value) is dict and len(value) <= _MANY:
+        if type(value) is dict and len(value) <= MANY:
             held = ((f"{name}.{key}", item) for key, item in value.items() if isinstance(key, str | int))
-        elif type(value) in (list, tuple) and len(value) <= _MANY:
+        elif type(value) in (list, tuple) and len(value) <= MANY:
             held = ((f"{name}.{i}", item) for i, item in enumerate(value))
         for place, item in held:
             if id(item) in seen or len(seen) == _MOST or not is_users_object(item):
@@ -152,8 +152,8 @@ def read_by_loaders(value: Any, path: str, seen: set[int], depth: int = 2 * _DEP
     name; of loaders those of the user's classes. `seen` are the ids of what was found."""
     if isinstance(value, MethodType):
         value = value.__self__
-    if type(value) in (list, tuple, dict) and len(value) <= _MANY:
-        held = _items(value)
+    if type(value) in (list, tuple, dict) and len(value) <= MANY:
+        held = items(value)
     elif id(value) in seen or len(seen) >= _MOST or not (isinstance(value, _READ) or is_users_object(value)):
         return
     else:
@@ -166,7 +166,7 @@ def read_by_loaders(value: Any, path: str, seen: set[int], depth: int = 2 * _DEP
             yield from read_by_loaders(item, shown(path, name), seen, depth - 1)
 
 
-def _items(value: Any) -> list[tuple[str, Any]]:
+def items(value: Any) -> list[tuple[str, Any]]:
     """What a list, tuple or dict holds: under a key other than a string or a number, which may have no text, by its
     place."""
     if type(value) is not dict:
@@ -201,8 +201,8 @@ def _networks(value: Any, path: str, known: set[int], depth: int = _DEPTH) -> It
         known.update(map(id, value.modules()))
         if not any(map(_is_metric, value.modules())):
             yield path, value
-    elif type(value) in (list, tuple, dict) and len(value) <= _MANY and depth:
-        for key, item in _items(value):
+    elif type(value) in (list, tuple, dict) and len(value) <= MANY and depth:
+        for key, item in items(value):
             yield from _networks(item, shown(path, key), known, depth - 1)
 
 

@@ -3,12 +3,11 @@ the program's classes that these hold, and variables of functions."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import logging
-import pickle
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -16,27 +15,34 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.callbacks.base import Callback
-from lockstep.strategies.launch import payload
 from lockstep.strategies.sync.contents import checksum
 from lockstep.trainer.kept.elsewhere import take_layer
-from lockstep.trainer.kept.fields import caches_of, fields, put_tensor
-from lockstep.trainer.kept.gone import Gone, take_away
+from lockstep.trainer.kept.fields import Gone, caches_of, fields, put, put_tensor, take_away
 from lockstep.trainer.kept.identity import in_state_dict, references, replaced
-from lockstep.trainer.kept.owners import is_users_object, layers, networks_of, objects, read_by_loaders
+from lockstep.trainer.kept.opaque import Adopted, Unpickler, arrives, dumped, fingerprint, is_opaque
+from lockstep.trainer.kept.owners import (
+    is_users_object,
+    layers,
+    networks_of,
+    objects,
+    parts,
+    read_by_loaders,
+    with_networks,
+)
 from lockstep.trainer.kept.values import (
     MOST_ITEMS,
+    STATEFUL,
     Mark,
     attributes,
     filled,
     is_data,
     is_same,
     mark_of,
-    own_data,
     storages,
     take_data,
     tensors_in,
 )
-from lockstep.trainer.kept.variables import variables
+from lockstep.trainer.kept.variables import MISSING, Variable, variables
 
 _log = logging.getLogger("lockstep")
 _DEPTH = 8
@@ -65,8 +71,9 @@ class Holders:
         self._beside = {f"beside.{i}": owner for i, owner in enumerate(beside)}
         self.follow(module)
         searched = self.owners | {f"callbacks.{i}": each for i, each in enumerate(callbacks)}
-        self.variables, self._classes = variables(searched)
+        self.variables, self._classes, self._functions = variables(searched)
         seen = {*map(id, self.owners.values())}
+        self._searched = searched
         self.objects = {where: item for path, each in self.owners.items() for where, item in objects(each, path, seen)}
         for path, variable in self.variables.items():
             value = variable.read()
@@ -86,13 +93,49 @@ class Holders:
             self.objects = {name: item for name, item in self.objects.items() if name in names}
             self.variables = {name: item for name, item in self.variables.items() if name in names}
             self._classes = {name: item for name, item in self._classes.items() if name in names}
+            self._functions = {name: item for name, item in self._functions.items() if name in names}
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset({*self.objects, *self.read, *self.networks, *self.variables, *self._classes})
+        held = self.objects, self.read, self.networks, self.variables, self._classes, self._functions
+        return frozenset(itertools.chain(*held))
+
+    def given(self) -> dict[str, tuple[bytes, tuple[bytes, list[Any]]]]:
+        """In the program: of variables what a rank that imports their files does not find there, pickled, each with
+        what tells whether it does."""
+        known, found = {id(each): name for name, each in self.named.items()}, {}
+        for name, value in self._not_imported():
+            if made := fingerprint(value, known):
+                buffers: list[Any] = []
+                found[name] = made, (dumped(value, known, buffers), buffers)
+        return found
+
+    def take_given(self, given: Mapping[str, tuple[bytes, tuple[bytes, list[Any]]]]) -> None:
+        """On a rank: take over what `given` has returned."""
+        known, adopted = {id(each): name for name, each in self.named.items()}, Adopted(self.named)
+        for name, (made, packed) in given.items():
+            if name in self.variables and fingerprint(now := self.variables[name].read(), known) != made:
+                self.variables[name].write(adopted(now, Unpickler(packed, self.named).load()))
+
+    def _not_imported(self) -> Iterator[tuple[str, Any]]:
+        for name, variable in self.variables.items():
+            value = variable.read()
+            is_of_context = isinstance(variable.owner, ContextVar) and value is not MISSING
+            if is_of_context or (is_opaque(value) and not is_users_object(value)):
+                yield name, value
+
+    def made(self) -> Iterator[tuple[str, str, Any]]:
+        """Attributes of classes of the program and globals that a run has made: with the name of the class, or of a
+        function that has these globals."""
+        places = {id(each.__globals__): name for name, each in self._functions.items()}
+        places |= {id(kind): name for name, kind in self._classes.items()}
+        for name, variable in variables(self._searched)[0].items():
+            if name not in self.variables and id(variable.owner) in places:
+                yield places[id(variable.owner)], variable.key, variable.read()
 
     def follow(self, module: nn.Module) -> None:
         """Take the layers that the module has now."""
+        self.module = module
         self._weights = storages(in_state_dict(module))
         self.owners = self._beside | {f"layers.{path}": layer for path, layer in layers(module)}
 
@@ -103,12 +146,16 @@ class Holders:
     @property
     def named(self) -> dict[str, Any]:
         """What is sent by its name."""
-        return self.all | {f"class {name}": kind for name, kind in self._classes.items()}
+        code = {f"{name}()": each for name, each in (self._classes | self._functions).items()}
+        nets = {"model": self.module} | self.networks
+        layers = {f"{path}/{name}": layer for path, net in nets.items() for name, layer in net.named_modules()}
+        tensors = {f"{path}={name}": each for path, net in nets.items() for name, each in _tensors(net).items()}
+        return tensors | layers | self.all | code
 
-    def take(self, packed: tuple[bytes, list[Any]]) -> None:
-        """Give them what `Left.packed` has returned."""
+    def take(self, packed: tuple[bytes, list[Any]]) -> list[str]:
+        """Give them what `Left.packed` has returned; return the names of what the run has made and could not send."""
         owners = self.all
-        left = _Unpickler(packed, self.named).load()
+        left = Unpickler(packed, self.named).load()
         for path, values in left["attributes"].items():
             if path not in owners:
                 continue
@@ -125,7 +172,28 @@ class Holders:
                 put_tensor(own[name], tensors[name])
         for name, value in left["variables"].items():
             self.variables[name].write(filled(self.variables[name].read(), value))
+        self._adopt(left, owners)
         take_away(owners, left["gone"])
+        if left["changed"]:
+            _log.warning(
+                f"{', '.join(left['changed'])} changed on the ranks, which have ended, and cannot be sent back: what "
+                "is here is as it was before the run; keep what later code needs in numbers, tensors or objects that "
+                "can be pickled"
+            )
+        return left["made"]
+
+    def _adopt(self, left: Mapping[str, Any], owners: Mapping[str, Any]) -> None:
+        """Take over what only pickle could send."""
+        adopted = Adopted(self.named)
+        for path, values in left["opaque"].items():
+            for name, value in values.items() if path in owners else ():
+                now = None if name in left["replaced"].get(path, ()) else fields(owners[path]).get(name)
+                put(owners[path], name, adopted(now, value))
+        for name, value in left["variables_of_pickle"].items():
+            self.variables[name].write(adopted(self.variables[name].read(), value))
+        for name, key, value in left["made_variables"]:
+            owner = self._classes.get(name) or self._functions[name].__globals__
+            Variable(owner, key).write(adopted(None, value))
 
 
 class Left:
@@ -133,7 +201,9 @@ class Left:
 
     def __init__(self, holders: Holders) -> None:
         self._holders, self._gone = holders, Gone()
-        self._gone.note({path: (owner, own_data(owner)) for path, owner in (holders.owners | holders.objects).items()})
+        self._gone.note(
+            {path: (owner, attributes(owner)) for path, owner in (holders.owners | holders.objects).items()}
+        )
         self._first = references(holders.all)
         self._at_start = {
             path: {name: self._mark(path, value) for name, value in attributes(owner).items()}
@@ -144,18 +214,44 @@ class Left:
             for path, net in holders.networks.items()
         }
         self._variables = {name: mark_of(variable.read(), MOST_ITEMS) for name, variable in holders.variables.items()}
+        self._prints = dict[tuple[str, str], bytes | None]()
+        """Of objects other than data."""
+        self.note_setup(holders.module)
+
+    def note_setup(self, module: nn.Module) -> None:
+        """Called again once `setup` has been, which every run calls."""
+        self._holders.follow(module)
+        known, were = self._known(), {*self._prints}
+        for place, value in self._opaque():
+            if place not in were and not _is_returned(value, known):
+                self._prints[place] = fingerprint(value, known)
+
+    def _known(self) -> dict[int, str]:
+        owners = self._holders.all
+        return {
+            id(each): name for name, each in self._holders.named.items() if name not in owners or name in self._at_start
+        }
+
+    def _opaque(self) -> Iterator[tuple[tuple[str, str], Any]]:
+        """Owner and name of objects other than data, and variables of functions that hold such."""
+        for path, owner in self._holders.all.items():
+            for name, value in with_networks(owner, self._holders.module).items():
+                if is_opaque(value) and (path not in self._holders.read or _is_light(value)):
+                    yield (path, name), value
+        for name, variable in self._holders.variables.items():
+            if is_opaque(value := variable.read()):
+                yield ("", name), value
 
     def packed(self, module: nn.Module) -> tuple[bytes, list[Any]]:
         """The values, and the bytes of tensors and arrays. Of tensors of layers not views of weights, which follow
         these where they are."""
         self._holders.follow(module)
-        owners, weights = self._holders.all, storages(in_state_dict(module))
-        named = self._holders.named
-        known = {id(each): name for name, each in named.items() if name not in owners or name in self._at_start}
+        owners, weights, known = self._holders.all, storages(in_state_dict(module)), self._known()
         found: dict[str, Any] = {"attributes": {}, "variables": {}, "gone": self._gone.names(owners)}
         found["replaced"] = replaced(self._first, owners)
+        stays = {path for path, owner in owners.items() if path in self._holders.read and self._has_filled(path, owner)}
         for path, owner in owners.items():
-            if path in self._holders.read and self._has_filled(path, owner):
+            if path in stays:
                 continue
             found["attributes"][path] = {
                 name: value
@@ -176,8 +272,44 @@ class Left:
             value = variable.read()
             if not is_same(self._variables[name], mark_of(value, MOST_ITEMS)) and _is_returned(value, known):
                 found["variables"][name] = value
+        self._add_opaque(found, known, stays)
         buffers: list[Any] = []
-        return _dumped(found, known, buffers), buffers
+        return dumped(found, known, buffers), buffers
+
+    def _add_opaque(self, found: dict[str, Any], known: Mapping[int, str], stays: Collection[str]) -> None:
+        """What only pickle can send, and the names of what it cannot."""
+        found["opaque"], found["variables_of_pickle"], found["changed"], found["made"] = {}, {}, [], []
+        named = self._holders.named
+        for (path, name), value in self._opaque():
+            if path in stays or _is_returned(value, known):
+                continue
+            first, now = self._prints.get((path, name)), fingerprint(value, known)
+            if first is None and not self._is_new(path, name, value):
+                continue
+            if now == first and now is not None:
+                continue
+            if now is None or not arrives(value, known, named):
+                if not any(isinstance(part, STATEFUL) for part in parts(value)):  # optimizers are known in another way
+                    found["changed" if first else "made"].append(self._shown(path, name))
+            else:
+                (found["opaque"].setdefault(path, {}) if path else found["variables_of_pickle"])[name] = value
+        found["made_variables"] = [
+            each
+            for each in self._holders.made()
+            if _is_returned(each[2], known)
+            or (is_opaque(each[2]) and fingerprint(each[2], known) and arrives(each[2], known, named))
+        ]
+
+    def _shown(self, path: str, name: str) -> str:
+        owner = self._holders.all.get(path)
+        return name if owner is None else f"{type(owner).__name__}.{name}"
+
+    def _is_new(self, path: str, name: str, value: Any) -> bool:
+        """Whether it is another object than at the start, for all that can be seen from outside."""
+        if not path:
+            return not is_same(self._variables[name], mark_of(value, MOST_ITEMS))
+        before = self._at_start.get(path, {}).get(name)
+        return before is None or not is_same(before, self._mark(path, value))
 
     def _is_sent(self, path: str, name: str, value: Any, known: Mapping[int, str]) -> bool:
         """Data of what user code keeps state in always, as loading the state of a callback may have changed it."""
@@ -242,29 +374,3 @@ def _is_returned(value: Any, known: Mapping[int, str], depth: int = _DEPTH) -> b
     if any(name in vars(cls) for cls in kind.__mro__[:-1] for name in _OWN_PICKLE):
         return False
     return all(_is_returned(item, known, depth - 1) for item in fields(value).values())
-
-
-class _Pickler(payload.Pickler):
-    """Names what the program knows."""
-
-    known: Mapping[int, str]
-
-    def persistent_id(self, obj: Any) -> Any:
-        return self.known.get(id(obj))
-
-
-def _dumped(found: Any, known: Mapping[int, str], buffers: list[Any]) -> bytes:
-    file = io.BytesIO()
-    pickler = _Pickler(file, buffers.append)
-    pickler.known = known
-    pickler.dump(found)
-    return file.getvalue()
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, packed: tuple[bytes, list[Any]], known: Mapping[str, Any]) -> None:
-        super().__init__(io.BytesIO(packed[0]), buffers=packed[1])
-        self._known = known
-
-    def persistent_load(self, name: Any) -> Any:
-        return self._known[name]

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 import weakref
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from datetime import date, datetime, time, timedelta
@@ -40,7 +41,7 @@ _PLAIN |= {Decimal, UUID, date, datetime, time, timedelta, torch.dtype, torch.de
 _CONTAINERS = {list, tuple, set, frozenset, deque}
 _MAPPINGS = {dict, OrderedDict, defaultdict, Counter}
 _BARE = (SimpleNamespace, argparse.Namespace)
-_LEAD_BACK = frozenset({"_trainer", "_module", "_toggled", "_left_hooks", "_left_optimizers", "trainer"})
+_LEAD_BACK = frozenset({"_trainer", "_module", "_toggled", "_left_hooks", "_left_made", "_left_optimizers", "trainer"})
 _OF_MODULES = (OF_TORCH - {"training"}) | _LEAD_BACK
 
 
@@ -88,7 +89,7 @@ def filled(now: Any, value: Any) -> Any:
         for name, item in theirs.items():
             put(now, name, filled(held.get(name), item))
         return now
-    if isinstance(now, bytearray):
+    if isinstance(now, bytearray | array) and getattr(now, "typecode", "") == getattr(value, "typecode", ""):
         now[:] = value
         return now
     if type(now) is Tensor and _is_like(now, value) and now.requires_grad == value.requires_grad:

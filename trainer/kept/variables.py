@@ -4,7 +4,9 @@ default arguments and attributes of functions and classes."""
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from lockstep.strategies.launch.program.functions import codes_of, variables_of
 from lockstep.strategies.launch.program.source import is_of_process
 from lockstep.strategies.modules.parameter_hooks import OF_MODULE
 from lockstep.trainer.kept.fields import dict_of, fields
+from lockstep.trainer.kept.owners import MANY, items
 
 _CODE = (FunctionType, MethodType, functools.partial, staticmethod, classmethod, property)
 _HELD_OTHERWISE = (nn.Module, DataLoader, Dataset, Sampler)
@@ -23,7 +26,8 @@ MISSING: Any = object()
 
 
 class Variable(NamedTuple):
-    """Where a value is: a global, a variable of a closure, an attribute of a class or function, a default argument."""
+    """Where a value is: a global, a variable of a closure or of a context, an attribute of a class or function, a
+    default argument."""
 
     owner: Any
     key: Any
@@ -32,6 +36,8 @@ class Variable(NamedTuple):
         """`MISSING` if nothing is there."""
         if isinstance(self.owner, type):
             return vars(self.owner).get(self.key, MISSING)
+        if isinstance(self.owner, ContextVar):
+            return self.owner.get(MISSING)
         if isinstance(self.owner, dict):
             return self.owner.get(self.key, MISSING)
         try:
@@ -42,19 +48,22 @@ class Variable(NamedTuple):
     def write(self, value: Any) -> None:
         if isinstance(self.owner, type):
             type.__setattr__(self.owner, self.key, value)
+        elif isinstance(self.owner, ContextVar):
+            self.owner.set(value)
         elif isinstance(self.owner, dict):
             self.owner[self.key] = value
         elif not isinstance(self.owner, tuple):  # of default arguments only the content can change
             self.owner.cell_contents = value
 
 
-def variables(owners: Mapping[str, Any]) -> tuple[dict[str, Variable], dict[str, type]]:
+def variables(owners: Mapping[str, Any]) -> tuple[dict[str, Variable], dict[str, type], dict[str, FunctionType]]:
     """By name those of the methods of these objects, of the functions that they hold, and of hooks of layers, and the
-    program's classes that these name; in the same order and with the same names in any process that holds the same."""
+    program's classes and functions that these name; in the same order and with the same names in any process that holds
+    the same."""
     search = _Search()
     for path, owner in owners.items():
         search.held_by(owner, path)
-    return search.found, search.classes
+    return search.found, search.classes, search.functions
 
 
 class _Search:
@@ -63,6 +72,7 @@ class _Search:
     def __init__(self) -> None:
         self.found: dict[str, Variable] = {}
         self.classes: dict[str, type] = {}
+        self.functions: dict[str, FunctionType] = {}
         self._seen = set[int]()
         self._places = set[tuple[int, Any]]()
         self._is_own = functools.cache(is_own_name)
@@ -72,9 +82,20 @@ class _Search:
         for name, value in sorted(fields(owner).items(), key=lambda item: str(item[0])):
             if callable(value) and not isinstance(value, nn.Module):
                 self._variable(Variable(dict_of(owner), name), f"{path}.{name}")
+            for place, part in items(value) if type(value) in (list, tuple, dict) and len(value) <= MANY else ():
+                self._held(part, f"{path}.{name}.{place}")
+            self._held(value, f"{path}.{name}")
         for name in OF_MODULE if isinstance(owner, nn.Module) else ():
             for i, hook in enumerate(dict_of(owner).get(name, {}).values()):
                 self._code(hook, f"{path}.{name}.{i}")
+
+    def _held(self, value: Any, path: str) -> None:
+        """The class of what an object holds, and the functions that are it or that it was given."""
+        self._class(type(value))
+        if isinstance(value, defaultdict):
+            self._code(value.default_factory, f"{path}.default_factory")
+        elif isinstance(value, _CODE):
+            self._code(value, path)
 
     def _class(self, of: type) -> None:
         for kind in of.__mro__:
@@ -92,7 +113,10 @@ class _Search:
                     self._variable(Variable(kind, name), f"{path}.{name}")
 
     def _variable(self, variable: Variable, path: str) -> None:
-        value, place = variable.read(), (id(variable.owner), variable.key)
+        if isinstance(value := variable.read(), ContextVar):
+            variable = Variable(value, "")
+            value = variable.read()
+        place = id(variable.owner), variable.key
         if isinstance(value, (*_CODE, type)):
             self._code(value, path)
         elif place not in self._places and not isinstance(value, (ModuleType, *_HELD_OTHERWISE)):
@@ -121,6 +145,9 @@ class _Search:
         elif isinstance(value, FunctionType) and id(value) not in self._seen:
             self._seen.add(id(value))
             if self._is_own(str(value.__globals__.get("__name__"))):
+                while path in self.functions:
+                    path += "'"
+                self.functions[path] = value
                 self._function(value, path)
 
     def _function(self, function: FunctionType, path: str) -> None:

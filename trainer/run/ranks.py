@@ -42,7 +42,7 @@ def launch_fit(run: RunState, module: Module, sources: Sources, ckpt_path: str |
     run.module, run.stage = module, "fit"
     ahead.check(run, module, sources, "fit", resumes=ckpt_path is not None)
     holders = Holders(_owners(run), module, run.callbacks, sources.loaders)
-    attempts = _Attempts(run, (module, sources), (streams, holders.names), ckpt_path)
+    attempts = _Attempts(run, (module, sources), (streams, (holders.names, holders.given())), ckpt_path)
     run.begun = True
     try:
         result = restart.keep_going(
@@ -120,7 +120,8 @@ def launch_evaluation(run: RunState, stage: str, module: Module, sources: Source
     ahead.check(run, module, sources, stage)
     run.begun = True
     holders = Holders(_owners(run), module, run.callbacks, sources.loaders)
-    result = run.strategy.launch(_on_rank, run, stage, module, sources, ckpt_path, rng_state(), holders.names)
+    sent = holders.names, holders.given()
+    result = run.strategy.launch(_on_rank, run, stage, module, sources, ckpt_path, rng_state(), sent)
     _adopt(run, module, result, holders)
     return result["returned"]
 
@@ -132,15 +133,19 @@ def _on_rank(
     sources: Sources,
     ckpt_path: str | None,
     random_streams: dict[str, Any],
-    names: Collection[str],
+    of_program: tuple[Collection[str], Any],
     searched: bool = False,
 ) -> dict[str, Any]:
-    """What a started rank does; only rank 0's result is brought back. `names`: of `Holders` of the program."""
+    """What a started rank does; only rank 0's result is brought back. `of_program`: the `names` of its `Holders`, and
+    what is `given`."""
     run.searched = searched
     continue_streams(random_streams)
     returned, run.datamodule, paths = None, sources.datamodule, _paths(module)
-    left = Left(Holders(_owners(run), module, run.callbacks, sources.loaders, names))
+    holders = Holders(_owners(run), module, run.callbacks, sources.loaders, of_program[0])
+    holders.take_given(of_program[1])
+    left = Left(holders)
     with attached(run, module, sources, stage, ckpt_path):
+        left.note_setup(module)
         hooks, optimizers = left_on_ranks.hooks_of(module), left_on_ranks.watched(module)
         if stage == "fit":
             fit.fit(run, module, sources)
@@ -255,7 +260,7 @@ def _adopt(run: RunState, module: Module, result: dict[str, Any], holders: Holde
         if state is not None or not isinstance(item, Logger):
             publish.load_state_of(run, item, state)
     holders.follow(module)
-    holders.take(result["left"])
+    left_on_ranks.note_made(module, holders.take(result["left"]))
     left_on_ranks.note_left(module, result["hooks"])
     left_on_ranks.note_stepped(module, result["optimizers"])
     restore_trainability(module, result["trainability"])

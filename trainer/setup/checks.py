@@ -20,7 +20,7 @@ from lockstep.strategies.launch import environment
 from lockstep.trainer.checkpoint.manifest import CheckpointError
 from lockstep.trainer.checkpoint.reader import checkpoint_around
 from lockstep.trainer.datamodule import DataModule
-from lockstep.trainer.kept.left_on_ranks import refuse_left, refuse_stepped
+from lockstep.trainer.kept.left_on_ranks import refuse_left, refuse_stepped, warn_of_made
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import saving
 from lockstep.trainer.run.hooks import check_names, check_shapes, of_package, overrides
@@ -218,6 +218,7 @@ def continues(run: RunState, module: Module, resumes: bool) -> None:
     where an optimizer has lost what a run before has left in it."""
     refuse_stepped(module, resumes)
     if not resumes:
+        warn_of_made(module)
         _not_done(run)
 
 

@@ -1,0 +1,201 @@
+"""Objects of any class, of which only pickle knows what they hold: what tells whether one was changed, and how a
+process takes over what another has made of it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import warnings
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from types import FunctionType, NoneType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.callbacks.base import Callback
+from lockstep.strategies.launch import payload
+from lockstep.strategies.launch.program.values import put_attribute, put_attributes, slots
+from lockstep.trainer.kept.fields import fields
+from lockstep.trainer.kept.values import SAVED, STATEFUL, filled, is_data
+
+_MOST_BYTES = 2**26
+"""Of larger objects nothing is known."""
+_OF_PROCESS = ("_thread", "threading", "multiprocessing", "concurrent", "lockstep", "socket", "subprocess", "logging")
+"""Packages whose objects belong to the process that has made them."""
+_OTHERWISE = (*SAVED, Tensor, *STATEFUL, Dataset, DataLoader, Sampler, Callback, RemovableHandle)
+"""Objects that are known in other ways."""
+_KINDS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
+
+
+class Pickler(payload.Pickler):
+    """Names what the program knows."""
+
+    known: Mapping[int, str]
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self.known.get(id(obj))
+
+
+class _Strict(Pickler):
+    """Refuses what another process would not have, or not as it is here."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        name = super().persistent_id(obj)
+        if name is None and not isinstance(obj, (type, FunctionType)):
+            kind: Any = type(obj)
+            package = str(kind.__module__).partition(".")[0]
+            is_of_tensor = isinstance(obj, Tensor) and kind not in (Tensor, nn.Parameter)
+            if is_of_tensor or isinstance(obj, STATEFUL) or package in _OF_PROCESS or _is_distributed(kind):
+                raise pickle.PicklingError(f"a {kind.__qualname__} belongs to its process")
+        return name
+
+    def reducer_override(self, obj: Any) -> Any:
+        made = super().reducer_override(obj)
+        if issubclass(type(obj), (type, FunctionType)) and isinstance(made, tuple) and len(made) > 2:  # not by its name
+            raise pickle.PicklingError(f"{obj.__qualname__} is another one in each process")
+        return made
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether it may be an object whose content only pickle knows: not data, nor what is known in other ways."""
+    return not isinstance(value, _OTHERWISE) and not is_data(value)
+
+
+def _is_distributed(kind: type) -> bool:
+    return kind.__module__.startswith(("torch.distributed", "torch._C._distributed"))
+
+
+class _Digest(io.RawIOBase):
+    """A file that keeps nothing but a checksum of what is written to it."""
+
+    def __init__(self, most: int | None) -> None:
+        self._hash, self._size, self._most = hashlib.blake2b(digest_size=16), 0, most
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self._size += size
+        if self._most is not None and self._size > self._most:
+            raise pickle.PicklingError("it is large")
+        self._hash.update(data)
+        return size
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+def fingerprint(value: Any, known: Mapping[int, str]) -> bytes | None:
+    """What tells whether an object was changed in this process; None of one that is large and no network, or that
+    another process could not have. `known`: by id the names of what both have."""
+    file = _Digest(None if isinstance(value, nn.Module) else _MOST_BYTES)
+    pickler = _Strict(file, lambda buffer: file.write(buffer.raw()) < 0)  # type: ignore[arg-type]
+    pickler.known = known
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of iterators, which Python stops pickling with 3.14
+        try:
+            pickler.dump(value)
+        except Exception:  # whatever the code of its class raises
+            return None
+    return file.digest()
+
+
+def arrives(value: Any, known: Mapping[int, str], named: Mapping[str, Any]) -> bool:
+    """Whether it can be made again of its pickle, as of a hook's handle that was removed it cannot. `named`: what is
+    `known`."""
+    buffers: list[Any] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            Unpickler((dumped(value, known, buffers), buffers), named).load()
+        except Exception:  # whatever the code of its class raises
+            return False
+    return True
+
+
+def dumped(found: Any, known: Mapping[int, str], buffers: list[Any]) -> bytes:
+    file = io.BytesIO()
+    pickler = Pickler(file, buffers.append)
+    pickler.known = known
+    pickler.dump(found)
+    return file.getvalue()
+
+
+class Unpickler(pickle.Unpickler):
+    def __init__(self, packed: tuple[bytes, list[Any]], known: Mapping[str, Any]) -> None:
+        super().__init__(io.BytesIO(packed[0]), buffers=packed[1])
+        self._known = known
+
+    def persistent_load(self, name: Any) -> Any:
+        return self._known[name]
+
+
+class Adopted:
+    """Gives objects of this process the content of those that another one has sent, and keeps who is who."""
+
+    def __init__(self, own: Mapping[str, Any]) -> None:
+        """`own`: what was sent by its name."""
+        self._is: dict[int, tuple[Any, Any]] = {id(each): (each, each) for each in own.values()}
+        """By id what was sent, and what it is here."""
+        self._taken = {*self._is}
+
+    def __call__(self, now: Any, value: Any) -> Any:
+        """`value`, in the object that is there `now` if it is of the same type."""
+        if now is value or id(value) in self._is:
+            return self._is.get(id(value), (value, value))[1]
+        kind: Any = type(value)
+        if type(now) is not kind or id(now) in self._taken:
+            self._is[id(value)] = value, value
+            return value
+        base: Any = next((each for each in _KINDS if isinstance(now, each)), None)
+        if isinstance(now, np.memmap) and now.shape == value.shape and now.flags.writeable:
+            now[...] = value
+            return now
+        if base is None and not _is_plain(kind):
+            return filled(now, value)
+        self._is[id(value)] = value, now
+        self._taken.add(id(now))
+        if base is not None:
+            self._fill(base, now, value)
+        held = fields(value)
+        if isinstance(now, defaultdict):
+            now.default_factory = value.default_factory
+        if held or fields(now):
+            before = fields(now)
+            made = {name: self(before.get(name), item) for name, item in [*held.items()]}
+            if kind.__getstate__ is getattr(object, "__getstate__", None) or not hasattr(kind, "__getstate__"):
+                put_attributes(now, made, fields)
+            else:  # which may have sent less than it holds
+                for name, item in made.items():
+                    put_attribute(now, name, item)
+        return now
+
+    def _fill(self, base: Any, now: Any, value: Any) -> None:
+        """By no code of the class of the user's."""
+        if issubclass(base, dict):
+            items = {key: self(base.get(now, key), item) for key, item in base.items(value)}
+            base.clear(now)
+            dict.update(now, items) if base is dict else base.update(now, items)
+            return
+        before, content = [*base.__iter__(now)], [*base.__iter__(value)]
+        if base is not set:
+            content = [self(before[i] if i < len(before) else None, item) for i, item in enumerate(content)]
+        base.clear(now)
+        base.update(now, content) if base is set else base.extend(now, content)
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether all that its objects hold is in attributes."""
+    if issubclass(kind, (nn.Module, Tensor, type, torch.Generator)) or not (kind.__dictoffset__ or slots(kind)):
+        return False
+    if (kind.__reduce_ex__, kind.__reduce__) != (object.__reduce_ex__, object.__reduce__):
+        return False
+    for name in ("__getstate__", "__setstate__"):  # one written in C keeps what has no name
+        found = getattr(kind, name, None)
+        if not isinstance(found, (FunctionType, NoneType)) and found is not getattr(object, name, None):
+            return False
+    return not any(hasattr(kind, name) for name in ("__getnewargs__", "__getnewargs_ex__"))
