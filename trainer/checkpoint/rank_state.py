@@ -66,21 +66,37 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
         "torchmetrics": {}
         if run.shares is not None
         else {
-            name: pack(
-                {
-                    "state": metric.metric_state,
-                    "count": metric._update_count,
-                    "added": rows_of(leader_of(metric, module)),
-                    "beside": counted_beside(metric),
-                },
-                f"{folder}/metrics/{name}",
-                tensors,
-            )
+            name: _packed(metric, module, f"{folder}/metrics/{name}", tensors)
             | {"names": [logged for logged, entry in sums.items() if entry[6] == name]}
             for name, metric in filter(lambda item: holds_states(item[1]), torchmetrics_of(module).items())
             if name not in of_validation and not name.startswith(parts_too)  # which the resumed run repeats
+        }
+        | {
+            name: _packed(metric, part, f"{folder}/beside/{number}", tensors)
+            for number, (name, (metric, part)) in enumerate(_beside(run).items())
+            if holds_states(metric)
         },
     }
+
+
+def _packed(metric: Any, module: nn.Module, name: str, tensors: dict[str, TensorShard]) -> dict[str, Any]:
+    state = {
+        "state": metric.metric_state,
+        "count": metric._update_count,
+        "added": rows_of(leader_of(metric, module)),
+        "beside": counted_beside(metric),
+    }
+    packed: dict[str, Any] = pack(state, name, tensors)
+    return packed
+
+
+_BESIDE = "beside "
+
+
+def _beside(run: RunState) -> dict[str, tuple[Any, nn.Module]]:
+    """The torchmetrics objects in lists and dicts of the module, and in callbacks, each with what is held there."""
+    found = {} if run.attributes is None else run.attributes.metrics()
+    return {f"{_BESIDE}{name}": each for name, each in found.items()}
 
 
 def restore_reload(run: RunState, reload: Reload, checkpoint: Checkpoint) -> None:
@@ -127,12 +143,12 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
         run.train_dataloader.load_state_dict(unpack(mine["loader"], read))
         run.metrics.load_state_dict(mine["sums"])
         run.metrics.samples = mine.get("samples", 0)
-        _restore_torchmetrics(module, [mine], read)
+        _restore_torchmetrics(run, module, [mine], read)
         set_rng_state(unpack(mine["rng"], read), run.streams)
     else:
         counted = [rank_state for rank_state in saved if rank_state["reports"]]
         _share_sums(run, counted)
-        _restore_torchmetrics(module, counted[strategy.topology.data_rank :: strategy.topology.data_size], read)
+        _restore_torchmetrics(run, module, counted[strategy.topology.data_rank :: strategy.topology.data_size], read)
         _restore_streams(run, counted, read)
         own = strategy.topology.data_rank if len(counted) == strategy.topology.data_size else 0  # else all read alike
         run.train_dataloader.load_state_dict(unpack(counted[own]["loader"], read), len(counted))
@@ -150,12 +166,14 @@ def _restore_attributes(run: RunState, checkpoint: Checkpoint) -> None:
     state = attributes(run, checkpoint)
     objects = ((), ()) if run.reload is None else run.reload.objects
     run.attributes.load_state_dict(state, run.strategy.topology.device, *objects)
-    lost = run.attributes.lost(state)
     within = (run.progress.epoch_begun and not run.progress.epoch_closed) or run.reload is not None
-    if lost and run.is_global_zero and (within or checkpoint.world_size != run.world_size):
+    # between epochs a hook may make again what is another object than it was
+    lost = run.attributes.lost(state, "lost" if within or checkpoint.world_size != run.world_size else "in_place")
+    others = f" and {len(lost) - 10} others" if len(lost) > 10 else ""
+    if lost and run.is_global_zero:
         _log.warning(
-            "the checkpoint does not hold these attributes of the module, callbacks or DataModule, which hooks or "
-            f"steps had changed: {', '.join(sorted(lost)[:10])}; they begin as they are built, and "
+            "the checkpoint does not hold these attributes of the module, callbacks or DataModule, or variables of the "
+            f"program, which hooks or steps had changed: {', '.join(sorted(lost)[:10])}{others}; they begin as they are built, and "
             "on_train_epoch_start is not called within an epoch: save them in on_save_checkpoint and take them up in "
             "on_load_checkpoint if they matter"
         )
@@ -246,10 +264,13 @@ def _listed(count: Any) -> list[float]:
     return count if isinstance(count, list) else [count]
 
 
-def _restore_torchmetrics(module: Module, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:
+def _restore_torchmetrics(
+    run: RunState, module: Module, saved: list[dict[str, Any]], read: Callable[[str], Tensor]
+) -> None:
     """Give this rank the sums of saved ranks, which no other rank takes."""
-    for name, metric in torchmetrics_of(module).items():
-        if not holds_states(metric):
+    beside = {name: metric for name, (metric, _) in _beside(run).items()}
+    for name, metric in (torchmetrics_of(module) | beside).items():
+        if not holds_states(metric) or (name in beside and all(name not in each["torchmetrics"] for each in saved)):
             continue
         metric.reset()
         added: list[list[int]] = []

@@ -12,11 +12,18 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep.callbacks.base import Callback
-from lockstep.trainer.hparams import Namespace
 from lockstep.trainer.kept import owners as held_by
 from lockstep.trainer.kept.agreed import is_equal
 from lockstep.trainer.kept.fields import Gone, absent_caches, caches_of, fields, put, take_away
-from lockstep.trainer.kept.identity import Reference, in_state_dict, is_object, is_replaced, references, shared
+from lockstep.trainer.kept.identity import (
+    Reference,
+    in_state_dict,
+    is_object,
+    is_replaced,
+    references,
+    shared,
+)
+from lockstep.trainer.kept.opaque import is_in_place, marks_of
 from lockstep.trainer.kept.owners import beside, has_no_state, iterators, layers, objects, parts, shown
 from lockstep.trainer.kept.values import (
     MOST_ITEMS,
@@ -37,13 +44,12 @@ from lockstep.trainer.kept.values import (
     take,
     tensors_in,
 )
+from lockstep.trainer.kept.variables import Watched
 
 if TYPE_CHECKING:
     from lockstep.trainer.datamodule import DataModule
 
 _DATA_KINDS = (Dataset, DataLoader, Sampler)
-_HPARAMS = "_hparams"
-"""Made, with nothing in it, when `hparams` is first read, as the first save does."""
 
 
 class Changes:
@@ -74,6 +80,7 @@ class Changes:
         self._first: dict[str, Reference] = {}
         """The objects that attributes were then."""
         self._gone = Gone()
+        self._variables: Watched | None = None
         self._living: set[int] = set()
         """The ids of the references of which somebody has been found to hold the objects."""
         self._after_hooks: dict[str, Reference] = {}
@@ -101,6 +108,7 @@ class Changes:
         self._of_run = [*of_run]
         self._at_start = self._marks()
         self._gone.note(self._at_start)
+        self._variables = Watched(dict(self._owners()))
         self._first = references({path: found.owner for path, found in self._at_start.items()})
         for path, name in self._by_hook:
             if path in self._at_start:
@@ -179,11 +187,12 @@ class Changes:
         there.
         """
         values: dict[str, dict[str, Any]] = {}
-        lost, apart, on_device = [], set(), []
+        lost, in_place, apart, on_device = [], list[str](), set(), []
         all_marks = self._marks(whole)
         for path, _, name, value, mark in self._changed(all_marks):
             if not is_savable(mark):
                 lost.append(shown(path, name))
+                in_place += lost[-1:] if is_in_place(self._at_start[path].marks.get(name, NOTHING), mark) else []
                 apart |= {path} if name not in self._had.get(path, (name,)) else set()
                 continue
             if any(tensor.device.type != "cpu" for tensor in tensors_in(value)):
@@ -201,6 +210,8 @@ class Changes:
         owners = {path: found.owner for path, found in all_marks.items()}
         known = set(map(id, (*owners.values(), *self._of_run)))
         lost += [shown(path, name) for path, owner in owners.items() for name in iterators(owner, known)]
+        variables = [] if self._variables is None else self._variables.changed()
+        lost, in_place = [*lost, *variables], [*in_place, *variables]
         begun = {
             path: found for path in self._begun if path not in apart and (found := self._since_begun(path, all_marks))
         }
@@ -212,6 +223,7 @@ class Changes:
         now = {shown(path, name): fields(owners[path]).get(name) for path, name in places}
         caches = [shown(path, name) for path, name in places if name in caches_of(owners[path])]
         state = {"values": values, "lost": [*dict.fromkeys(lost)], "on_device": on_device, "begun": begun, "gone": gone}
+        state["in_place"] = in_place
         state |= {"replaced": self._replaced(self._first, now), "left": self._replaced(self._after_hooks, now)}
         return state | {"shared": shared(values, owners), "caches": caches, "elsewhere": elsewhere}
 
@@ -242,12 +254,9 @@ class Changes:
         if path not in marks:
             return {}
         (owner, own), before = marks[path], self._begun_marks[path].marks
-        return {
-            name: value
-            for name, value in self._begun[path].items()
-            if is_savable(mark := own.get(name, (None, None))) and not is_same(before[name], mark)
-            if not is_equal(copied(fields(owner)[name]), value)
-        }
+        changed = {n for n, mark in own.items() if is_savable(mark) and not is_same(before.get(n, NOTHING), mark)}
+        found = {name: value for name, value in self._begun[path].items() if name in changed}
+        return {name: value for name, value in found.items() if not is_equal(copied(fields(owner)[name]), value)}
 
     def load_state_dict(
         self, state: Mapping[str, Any], device: Any, same: Collection[str] = (), moved_on: Collection[str] = ()
@@ -340,9 +349,9 @@ class Changes:
                 elif place not in stays:
                     put_back[path, name](False)
 
-    def lost(self, state: Mapping[str, Any]) -> list[str]:
+    def lost(self, state: Mapping[str, Any], key: str = "lost") -> list[str]:
         """The names of what `state` does not hold and no hook has taken up."""
-        found = [(place, *place.rpartition(".")[::2]) for place in state.get("lost", [])]
+        found = [(place, *place.rpartition(".")[::2]) for place in state.get(key, [])]
         return [place for place, path, name in found if (path, name) not in self._by_hook]
 
     def _changed(self, all_marks: Mapping[str, Marks]) -> Iterator[tuple[str, Any, str, Any, Mark]]:
@@ -372,22 +381,11 @@ class Changes:
                     yield at, each
 
     def _marks(self, whole: bool = False) -> dict[str, Marks]:
-        own = (vars(each).get(name) for each in self._of_run for name in ("state", "param_groups"))  # for wrappers
-        known = {id(each) for each in (*self._of_run, *own)} - {id(None)}
-        return {
-            path: Marks(
-                owner,
-                {
-                    name: mark_of(value, MOST_ITEMS)
-                    for name, value in held_by.with_networks(owner, self._module).items()
-                    if (isinstance(owner, Namespace) or name.isidentifier())
-                    and (name != _HPARAMS or value)
-                    and not known.issuperset(map(id, parts(value)))
-                },
-            )
-            for path, owner in self._owners()
-            if whole or not self._says(path)
-        }
+        owners = [each for each in self._owners() if whole or not self._says(each[0])]
+        return marks_of(owners, self._module, self._of_run, self.metrics())
+
+    def metrics(self) -> dict[str, tuple[Any, nn.Module]]:
+        return held_by.metrics_of((each for each in self._owners() if not self._says(each[0])), self._module)
 
     def _says(self, path: str) -> bool:
         """Whether it is, or is held by, what says by itself what is saved."""

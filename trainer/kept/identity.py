@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -103,6 +103,15 @@ def shared(values: Mapping[str, Mapping[str, Any]], owners: Mapping[str, Any]) -
             if reference(value) is not None:
                 groups.setdefault(id(value), []).append([path, name])
     return [group for group in groups.values() if len(group) > 1]
+
+
+def names_of(
+    owners: Iterable[tuple[str, Any]], module: nn.Module, metrics: Mapping[str, Iterable[Any]], of_run: Iterable[Any]
+) -> dict[int, str]:
+    """By id the names of what a checkpoint holds by itself."""
+    held = (*owners, *module.named_modules(), *module.named_parameters())
+    numbered = ((f"{name} {number}", each) for name, found in metrics.items() for number, each in enumerate(found))
+    return {id(each): name for name, each in (*held, *numbered, *((str(i), each) for i, each in enumerate(of_run)))}
 
 
 def in_state_dict(module: nn.Module) -> Iterator[Tensor]:

@@ -3,12 +3,13 @@ process takes over what another has made of it."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import pickle
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, NoneType
 from typing import Any
 
@@ -21,8 +22,11 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.callbacks.base import Callback
 from lockstep.strategies.launch import payload
 from lockstep.strategies.launch.program.values import put_attribute, put_attributes, slots
+from lockstep.trainer.hparams import Namespace
 from lockstep.trainer.kept.fields import fields
-from lockstep.trainer.kept.values import SAVED, STATEFUL, filled, is_data
+from lockstep.trainer.kept.identity import names_of
+from lockstep.trainer.kept.owners import is_users_object, parts, with_networks
+from lockstep.trainer.kept.values import MOST_ITEMS, SAVED, STATEFUL, Mark, Marks, filled, is_data, is_savable, mark_of
 
 _MOST_BYTES = 2**26
 """Of larger objects nothing is known."""
@@ -30,6 +34,8 @@ _OF_PROCESS = ("_thread", "threading", "multiprocessing", "concurrent", "lockste
 """Packages whose objects belong to the process that has made them."""
 _OTHERWISE = (*SAVED, Tensor, *STATEFUL, Dataset, DataLoader, Sampler, Callback, RemovableHandle)
 """Objects that are known in other ways."""
+_HPARAMS = "_hparams"
+"""Made, with nothing in it, when `hparams` is first read, as the first save does."""
 _KINDS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
 
 
@@ -102,6 +108,43 @@ def fingerprint(value: Any, known: Mapping[int, str]) -> bytes | None:
         except Exception:  # whatever the code of its class raises
             return None
     return file.digest()
+
+
+def marks_of(
+    owners: Sequence[tuple[str, Any]], module: nn.Module, of_run: Sequence[Any], metrics: Mapping[str, Iterable[Any]]
+) -> dict[str, Marks]:
+    """What tells later which attributes of owners, by name, were changed. `of_run`: the optimizers and schedulers of
+    the run; `metrics`: what else is saved by itself."""
+    own = (vars(each).get(name) for each in of_run for name in ("state", "param_groups"))  # for wrappers
+    known = {id(each) for each in (*of_run, *own)} - {id(None)}
+    names = functools.cache(lambda: names_of(owners, module, metrics, of_run))
+    return {
+        path: Marks(
+            owner,
+            {
+                name: mark_by_content(value, names)
+                for name, value in with_networks(owner, module).items()
+                if (isinstance(owner, Namespace) or name.isidentifier())
+                and (name != _HPARAMS or value)
+                and not known.issuperset(map(id, parts(value)))
+            },
+        )
+        for path, owner in owners
+    }
+
+
+def mark_by_content(value: Any, known: Callable[[], Mapping[int, str]]) -> Mark:
+    """`mark_of`; of an object that a checkpoint does not hold also with its `fingerprint`, after what it is."""
+    mark = mark_of(value, MOST_ITEMS)
+    if is_savable(mark) or isinstance(value, (*_OTHERWISE, nn.Module)) or is_users_object(value):
+        return mark
+    made = fingerprint(value, known())
+    return mark if made is None else (None, [id(value), made])
+
+
+def is_in_place(before: Mark, now: Mark) -> bool:
+    """Whether marks of `mark_by_content` that differ are of one object."""
+    return isinstance(before[1], list) and isinstance(now[1], list) and before[1][0] == now[1][0]
 
 
 def arrives(value: Any, known: Mapping[int, str], named: Mapping[str, Any]) -> bool:

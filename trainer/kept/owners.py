@@ -90,6 +90,24 @@ def in_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
             layer.training = mode
 
 
+def metrics_of(owners: Iterable[tuple[str, Any]], model: nn.Module) -> dict[str, tuple[Any, nn.Module]]:
+    """The torchmetrics objects that owners hold beside the layers of the model, in attributes and in lists and dicts,
+    by name, each with what is held there."""
+    seen, found = {*map(id, model.modules())}, dict[str, tuple[Any, nn.Module]]()
+    for path, owner in owners:
+        leads_back = not_of_users(owner)
+        for name, value in fields(owner).items():
+            is_small = type(value) in (list, tuple, dict) and len(value) <= MANY
+            places = [(shown(name, key), item) for key, item in items(value)] if is_small else [(name, value)]
+            for place, part in places if name not in leads_back else ():
+                if isinstance(part, nn.Module) and id(part) not in seen:
+                    seen.update(map(id, part.modules()))
+                    for inner, metric in part.named_modules():
+                        if _is_metric(metric) and hasattr(metric, "_update_count"):
+                            found[shown(shown(path, place), inner) if inner else shown(path, place)] = metric, part
+    return found
+
+
 def is_of_program(owner: Any) -> bool:
     """Whether a callback or DataModule is all of the user's code; a logger's buffers are of the run that has them."""
     of_data = not isinstance(owner, Callback)

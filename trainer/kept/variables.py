@@ -18,7 +18,9 @@ from lockstep.strategies.launch.program.functions import codes_of, variables_of
 from lockstep.strategies.launch.program.source import is_of_process
 from lockstep.strategies.modules.parameter_hooks import OF_MODULE
 from lockstep.trainer.kept.fields import dict_of, fields
+from lockstep.trainer.kept.opaque import fingerprint
 from lockstep.trainer.kept.owners import MANY, items
+from lockstep.trainer.kept.values import MOST_ITEMS, Mark, is_same, is_savable, mark_of
 
 _CODE = (FunctionType, MethodType, functools.partial, staticmethod, classmethod, property)
 _HELD_OTHERWISE = (nn.Module, DataLoader, Dataset, Sampler)
@@ -64,6 +66,24 @@ def variables(owners: Mapping[str, Any]) -> tuple[dict[str, Variable], dict[str,
     for path, owner in owners.items():
         search.held_by(owner, path)
     return search.found, search.classes, search.functions
+
+
+class Watched:
+    """Variables of functions that these objects lead to, to name those that a run has changed."""
+
+    def __init__(self, owners: Mapping[str, Any]) -> None:
+        self._names = {id(each): name for name, each in owners.items()}
+        self._owners = [*owners.values()]  # which keep their ids
+        self._before = {name: (each, self._mark(each)) for name, each in variables(owners)[0].items()}
+
+    def changed(self) -> list[str]:
+        return [name for name, (each, mark) in self._before.items() if not is_same(mark, self._mark(each))]
+
+    def _mark(self, variable: Variable) -> Mark:
+        value = variable.read()
+        mark = mark_of(value, MOST_ITEMS)
+        made = None if is_savable(mark) else fingerprint(value, self._names)
+        return mark if made is None else (None, made)
 
 
 class _Search:

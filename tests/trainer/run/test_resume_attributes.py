@@ -174,13 +174,28 @@ def test_attributes_of_a_module_with_metrics_come_back_from_ranks() -> None:
     assert fit(strategy="ddp", devices=2, max_epochs=1).by_hook == 2
 
 
+class MakesNames(Net):
+    """Makes what is not saved in each epoch, by a hook that a run which is resumed at its end calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = Names()
+
+    def on_train_epoch_start(self) -> None:
+        self.names = Names()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.names.append("step")
+        return super().training_step(batch, batch_idx) * len(self.names)
+
+
 def test_what_is_not_saved_is_named_where_a_hook_may_be_missing(tmp_path: Path, caplog: Any) -> None:
-    fit(callbacks=[Save(tmp_path)])
+    fit(callbacks=[Save(tmp_path)], kind=MakesNames)
     with caplog.at_level(logging.WARNING, "lockstep"):
-        fit(tmp_path / "end 0")
+        fit(tmp_path / "end 0", MakesNames)
     assert "names" not in caplog.text
     with caplog.at_level(logging.WARNING, "lockstep"):
-        fit(tmp_path / "4")
+        fit(tmp_path / "4", MakesNames)
     assert "does not hold these attributes" in caplog.text and ": names; they begin as they are built" in caplog.text
 
 

@@ -6,6 +6,7 @@ import logging
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sklearn.preprocessing import MinMaxScaler
 from torch import nn
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from tests.trainer.run.test_resume_attributes import Save, fit
 from tests.trainer.toy import Net, equal, weights
@@ -182,8 +185,23 @@ class ConvertsNetworks(HoldsNetworks):
             self.teachers[0][0].weight.lerp_(self.net[3].weight[:, :8].double(), 0.1)
 
 
+class HoldsMetrics(Net):
+    """Counts in metrics that are no layers of it, and never resets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics, self.named = [SumMetric()], {"mean": MeanMetric(), "both": MetricCollection([SumMetric()])}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.metrics[0].update(batch_idx + 1)
+        self.named["mean"].update(batch_idx)
+        self.named["both"].update(0.1)
+        total = self.metrics[0].compute() + self.named["mean"].compute() + self.named["both"].compute()["SumMetric"]
+        return super().training_step(batch, batch_idx) * total
+
+
 @pytest.mark.parametrize(
-    "kind", [HoldsShapes, HoldsOptimizers, HoldsNetworks, ConvertsNetworks, ChangesHyperparameters]
+    "kind", [HoldsShapes, HoldsOptimizers, HoldsNetworks, ConvertsNetworks, ChangesHyperparameters, HoldsMetrics]
 )
 def test_objects_continue(tmp_path: Path, kind: type[Net], caplog: pytest.LogCaptureFixture) -> None:
     whole = fit(callbacks=[Save(tmp_path)], kind=kind)
@@ -191,6 +209,9 @@ def test_objects_continue(tmp_path: Path, kind: type[Net], caplog: pytest.LogCap
         for path in sorted(tmp_path.iterdir()):
             assert equal(weights(fit(path, kind)), weights(whole)), path.name
     assert "does not hold" not in caplog.text
+
+
+counted = {"steps": 0}
 
 
 class Part(dict[str, float]):
@@ -207,10 +228,16 @@ class ChangesInPlace(Net):
         self.averaged = SimpleNamespace(net=None)
         self.part, self.array = Part(a=0.0), np.zeros(3).view(Array)
         self.lists = [torch.optim.Adam(self.net[0].parameters(), lr=0.0)]
+        self.scaler, self.turns, self.letters = MinMaxScaler(), [count()], bytearray()
+        self.stays = MinMaxScaler()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.part["a"] += 1
         self.array += 1
+        self.scaler.partial_fit([[1.0], [2.0]])
+        next(self.turns[0])
+        self.letters.append(1)
+        counted["steps"] += 1
         self.averaged.net = self.averaged.net or nn.Linear(8, 3)
         self.lists[0].param_groups[0]["lr"] += 0.1
         return super().training_step(batch, batch_idx)
@@ -222,4 +249,15 @@ def test_what_a_step_has_changed_in_place_and_is_not_saved_is_named(
     fit(callbacks=[Save(tmp_path)], kind=ChangesInPlace)
     with caplog.at_level(logging.WARNING, "lockstep"):
         fit(tmp_path / "2", ChangesInPlace)
-    assert ": array, averaged.net, lists, part; they begin" in caplog.text
+    names = f"array, averaged.net, letters, lists, part, scaler, {__name__}.counted, turns"
+    assert f": {names}; they begin" in caplog.text
+
+
+def test_what_was_changed_in_place_is_named_after_an_epoch_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(callbacks=[Save(tmp_path)], kind=ChangesInPlace)
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        fit(tmp_path / "end 0", ChangesInPlace)
+    names = f"array, letters, part, scaler, {__name__}.counted, turns"
+    assert f": {names}; they begin" in caplog.text
