@@ -186,7 +186,7 @@ class ConvertsNetworks(HoldsNetworks):
 
 
 class HoldsMetrics(Net):
-    """Counts in metrics that are no layers of it, and never resets them."""
+    """Counts in metrics that it holds in a list and a dict, and never resets them."""
 
     def __init__(self) -> None:
         super().__init__()
