@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.sync.collectives import gather_objects
 from lockstep.trainer.kept.agreed import is_equal
-from lockstep.trainer.kept.fields import caches_of, drop, fields
+from lockstep.trainer.kept.fields import caches_of, derived, drop, fields
 from lockstep.trainer.kept.identity import in_state_dict
 from lockstep.trainer.kept.owners import layers
 from lockstep.trainer.kept.values import (
@@ -100,6 +100,7 @@ def _held(layer: nn.Module, weights: set[int | None], found: tuple[Marks, Mappin
         for name, value in _changed(layer, before).items()
         if not isinstance(value, Tensor) or (value.grad_fn is None and weights.isdisjoint(storages([value])))
     }
+    attributes |= {name: on_host(value) for name, value in derived(layer).items() if is_own}
     held = {name: p for name, p in layer._parameters.items() if p is not None and is_own}
     parameters = {n: _changed(p, of_parameters.get(n, {})) for n, p in held.items()}
     return _Held(attributes, [*caches_of(layer)], [*fields(layer)], parameters)

@@ -17,6 +17,7 @@ from lockstep.strategies.modules.absent import is_here
 from lockstep.trainer.hparams import Namespace
 
 _CACHES = "_non_persistent_buffers_set"
+_COMPUTING = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
 
 
 def fields(owner: Any) -> dict[str, Any]:
@@ -37,6 +38,14 @@ def caches_of(owner: Any) -> dict[str, Tensor | None]:
     own = dict_of(owner)
     caches = own.get(_CACHES, ())
     return {name: buffer for name, buffer in own["_buffers"].items() if name in caches} if caches else {}
+
+
+def derived(layer: nn.Module) -> dict[str, Tensor]:
+    """The attributes that hooks of torch (`weight_norm`, `spectral_norm`) compute of weights before each forward."""
+    hooks = dict_of(layer).get("_forward_pre_hooks", {}).values()
+    names = [hook.name for hook in hooks if type(hook).__module__ in _COMPUTING]
+    found = {name: dict_of(layer).get(name) for name in names}
+    return {name: each.detach() for name, each in found.items() if type(each) is Tensor and not each.is_meta}
 
 
 def absent_caches(owner: Any) -> list[str]:

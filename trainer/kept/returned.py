@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.callbacks.base import Callback
 from lockstep.strategies.sync.contents import checksum
 from lockstep.trainer.kept.elsewhere import take_layer
-from lockstep.trainer.kept.fields import Gone, caches_of, fields, put, put_tensor, take_away
+from lockstep.trainer.kept.fields import Gone, caches_of, derived, dict_of, fields, put, put_tensor, take_away
 from lockstep.trainer.kept.identity import in_state_dict, references, replaced
 from lockstep.trainer.kept.opaque import Adopted, Unpickler, arrives, dumped, fingerprint, is_opaque
 from lockstep.trainer.kept.owners import (
@@ -38,6 +38,7 @@ from lockstep.trainer.kept.values import (
     is_data,
     is_same,
     mark_of,
+    on_host,
     storages,
     take_data,
     tensors_in,
@@ -172,6 +173,9 @@ class Holders:
                 put_tensor(own[name], tensors[name])
         for name, value in left["variables"].items():
             self.variables[name].write(filled(self.variables[name].read(), value))
+        layers_now = dict(self.module.named_modules())
+        for path, tensors in left["derived"].items():
+            dict_of(layers_now[path]).update(tensors)
         self._adopt(left, owners)
         take_away(owners, left["gone"])
         if left["changed"]:
@@ -272,6 +276,7 @@ class Left:
             value = variable.read()
             if not is_same(self._variables[name], mark_of(value, MOST_ITEMS)) and _is_returned(value, known):
                 found["variables"][name] = value
+        found["derived"] = {path: on_host(derived(layer)) for path, layer in module.named_modules() if derived(layer)}
         self._add_opaque(found, known, stays)
         buffers: list[Any] = []
         return dumped(found, known, buffers), buffers

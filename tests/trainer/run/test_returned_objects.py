@@ -183,3 +183,24 @@ def test_what_cannot_be_sent_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "lockstep"):
         quiet(**RANKS).fit(module, loader(16, 4))
     assert "the last run has made KeepsGenerator.later on its ranks" in caplog.text
+
+
+class Normed(Net):
+    """A hook of torch computes `weight` of its layers before each forward, and keeps it in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i in (0, 3):
+            nn.utils.weight_norm(self.net[i])
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_weights_that_layers_compute_are_those_of_the_last_forward(strategy: str) -> None:
+    computed = []
+    for options in ({}, {"strategy": strategy, "devices": 2}):
+        torch.manual_seed(0)
+        module = Normed()
+        quiet(split_batches=True, precision="64-true", seed=0, **options).fit(module, loader(16, 4))
+        computed.append([module.net[i].weight.detach() for i in (0, 3)])
+    assert distance(computed[1], computed[0]) < 1e-12
