@@ -23,6 +23,7 @@ from lockstep.trainer.kept.opaque import Adopted, Unpickler, arrives, dumped, fi
 from lockstep.trainer.kept.owners import (
     is_users_object,
     layers,
+    metrics_of,
     networks_of,
     objects,
     parts,
@@ -85,12 +86,14 @@ class Holders:
         holding = self.owners | self.objects
         self.networks = {p: net for path, owner in holding.items() for p, net in networks_of(owner, path, known)}
         """Those that are not the module's: of a teacher in a list, of averaged weights that a callback holds."""
+        self.metrics = {f"{name} metric": each for name, (each, _) in metrics_of(holding.items(), module).items()}
         self.objects |= {f"{path}:{place}": each for path, net in self.networks.items() for place, each in layers(net)}
         roots = {path: attributes(owner) for path, owner in self.owners.items()} | {"loaders": dict(loaders)}
         self.read = {where: item for path, held in roots.items() for where, item in read_by_loaders(held, path, seen)}
         if names is not None:
             self.read = {name: item for name, item in self.read.items() if name in names}
             self.networks = {name: item for name, item in self.networks.items() if name in names}
+            self.metrics = {name: item for name, item in self.metrics.items() if name in names}
             self.objects = {name: item for name, item in self.objects.items() if name in names}
             self.variables = {name: item for name, item in self.variables.items() if name in names}
             self._classes = {name: item for name, item in self._classes.items() if name in names}
@@ -99,7 +102,7 @@ class Holders:
     @property
     def names(self) -> frozenset[str]:
         held = self.objects, self.read, self.networks, self.variables, self._classes, self._functions
-        return frozenset(itertools.chain(*held))
+        return frozenset(itertools.chain(*held, self.metrics))
 
     def given(self) -> dict[str, tuple[bytes, tuple[bytes, list[Any]]]]:
         """In the program: of variables what a rank that imports their files does not find there, pickled, each with
@@ -151,7 +154,15 @@ class Holders:
         nets = {"model": self.module} | self.networks
         layers = {f"{path}/{name}": layer for path, net in nets.items() for name, layer in net.named_modules()}
         tensors = {f"{path}={name}": each for path, net in nets.items() for name, each in _tensors(net).items()}
-        return tensors | layers | self.all | code
+        return tensors | layers | self.metrics | self.all | code
+
+    def sums(self) -> dict[str, int]:
+        """By name how often torchmetrics objects were updated since they were reset."""
+        own = {name: each for name, each in self.module.named_modules() if hasattr(each, "metric_state")}
+        found = own | {
+            name.removesuffix(" metric").partition(".")[2].lstrip("."): each for name, each in self.metrics.items()
+        }
+        return {name: getattr(each, "_update_count", 0) for name, each in found.items()}
 
     def take(self, packed: tuple[bytes, list[Any]]) -> list[str]:
         """Give them what `Left.packed` has returned; return the names of what the run has made and could not send."""
@@ -183,6 +194,12 @@ class Holders:
                 f"{', '.join(left['changed'])} changed on the ranks, which have ended, and cannot be sent back: what "
                 "is here is as it was before the run; keep what later code needs in numbers, tensors or objects that "
                 "can be pickled"
+            )
+        if left["sums"]:
+            _log.warning(
+                f"{', '.join(left['sums'])} hold sums of a part of the samples on each rank, which have ended, so that "
+                "what is here is as it was before the run; call reset() of these metrics once they were computed, or "
+                "log them, so that a next run begins alike"
             )
         return left["made"]
 
@@ -218,6 +235,7 @@ class Left:
             for path, net in holders.networks.items()
         }
         self._variables = {name: mark_of(variable.read(), MOST_ITEMS) for name, variable in holders.variables.items()}
+        self._sums = holders.sums()
         self._prints = dict[tuple[str, str], bytes | None]()
         """Of objects other than data."""
         self.note_setup(holders.module)
@@ -276,6 +294,7 @@ class Left:
             value = variable.read()
             if not is_same(self._variables[name], mark_of(value, MOST_ITEMS)) and _is_returned(value, known):
                 found["variables"][name] = value
+        found["sums"] = [name for name, number in self._holders.sums().items() if number > self._sums.get(name, 0)]
         found["derived"] = {path: on_host(derived(layer)) for path, layer in module.named_modules() if derived(layer)}
         self._add_opaque(found, known, stays)
         buffers: list[Any] = []

@@ -19,6 +19,7 @@ import pytest
 import torch
 from sklearn.preprocessing import MinMaxScaler
 from torch import nn
+from torchmetrics import SumMetric
 
 from lockstep.callbacks import Callback
 from tests.trainer.toy import Net, distance, loader, quiet, weights
@@ -204,3 +205,24 @@ def test_weights_that_layers_compute_are_those_of_the_last_forward(strategy: str
         quiet(split_batches=True, precision="64-true", seed=0, **options).fit(module, loader(16, 4))
         computed.append([module.net[i].weight.detach() for i in (0, 3)])
     assert distance(computed[1], computed[0]) < 1e-12
+
+
+class Sums(Net):
+    """Its metrics are never reset."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.listed = SumMetric(), [SumMetric()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.own.update(1.0)
+        self.listed[0].update(1.0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_sums_of_metrics_that_end_with_the_ranks_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    module = Sums()
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        quiet(**RANKS).fit(module, loader(16, 4))
+    assert "own, listed.0 hold sums of a part of the samples on each rank" in caplog.text
+    assert module.listed[0].metric_state["sum_value"] == 0
