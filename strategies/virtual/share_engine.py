@@ -167,6 +167,8 @@ class ShareFeed(Feed):
         self.shares, self.start = shares, start
         self._begin: Tensor | None = None
         """The random streams with which the step of the first begins."""
+        self.all_prepared: Callable[[], None] | None = None
+        """Called once the hooks of all batches have run."""
         parts: Any = _Parts(shares, start, number)
         scale = 1 / shares.window.num_samples
         super().__init__(shares.step_fn, 0, parts, 0, scale, shares.hooks, None, Tally())
@@ -188,6 +190,8 @@ class ShareFeed(Feed):
 
     def prepare(self, index: int) -> None:
         _ = self.parts[index]
+        if index == len(self.parts) - 1 and self.all_prepared is not None:
+            self.all_prepared()
 
     def seed(self, index: int) -> None:
         return None
@@ -230,6 +234,8 @@ class ShareEngine(Engine):
         for stage in self.stages:
             assert isinstance(stage, ShareStage)
             stage.feed, stage.layout = feed, self._layout
+        if not self._is_last:  # whose message says what hooks of all batches have changed
+            feed.all_prepared, feed.before_last_backward = feed.before_last_backward, None
         super().run(feed)
         feed.shares.links.settle()
 
