@@ -168,8 +168,8 @@ class Shares:
         if changed := self._named(wrong) if wrong else remembered:
             raise RuntimeError(
                 f"training_step changed {shortened(changed)}, which would depend on how many shares or learners a rank "
-                "runs, or a hook of a batch did; use a registered buffer (those of share 0 hold), trainer.global_step "
-                "or self.log"
+                "runs, or a hook of a batch did; use a registered buffer (those of share 0 hold), trainer.global_step, "
+                "self.log or a torchmetrics Metric (CatMetric for a list)"
             )
         known = {(buffer.module, buffer.name) for buffer in self._buffers}
         new = [place for place in self._places() if place not in known]

@@ -1,9 +1,9 @@
 """What user code remembers in Python: attributes of the module, its layers and callbacks, and what hooks close over.
 
 Shares, learners and clients that one rank runs one after the other have it in common, where on ranks of their own each
-would have its own. So nothing of it may change in a step, but for lists that only grow, of which each share sees what
-it has appended itself and code between steps what all of them have, and for numbers of callbacks that become the same
-in each share, such as counters.
+would have its own. So nothing of it may change in a step, but for numbers of callbacks that become the same in each
+share, such as counters, and for lists of learners that only grow, of which each sees what it has appended itself and
+code between rounds what all of them have.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ class UserState:
         ]:
             names.remove(name)
             self._counted.setdefault(name, _Counted(*now.owners[name], before.marks[name]))
+        watches_lists = (self._run.arguments.virtual_ranks or 1) > 1
         for name, (container, items, _) in now.lists.items():
-            if self._run.evaluating and name in before.lists and len(items) > len(before.lists[name].items):
-                names.append(name)  # what sums an evaluation up reads what all shares of a rank have appended
+            if watches_lists and name in before.lists and len(items) > len(before.lists[name].items):
+                names.append(name)  # hooks, and who called fit, would read what the shares of one rank have appended
             if name in self._grown:
                 self._grown[name].take(self._share)
             elif not names and name in before.lists and len(items) > len(before.lists[name].items):
@@ -90,7 +91,7 @@ class UserState:
 
 
 class _Grown:
-    """A list to which shares append."""
+    """A list to which learners append."""
 
     def __init__(self, container: Any, common: list[Any]) -> None:
         self.container = container
@@ -107,17 +108,17 @@ class _Grown:
                 items.extend(now.items[number:])
         else:
             raise RuntimeError(
-                f"{name} was changed between steps, but holds what several shares or learners of this rank have "
-                "appended, each for itself; clear it or append to it, or use self.log"
+                f"{name} was changed between steps, but holds what several learners of this rank have appended, each "
+                "for itself; clear it or append to it, or use self.log"
             )
         self.container, self._all = now.container, [*now.items]
 
     def show(self, share: int | None) -> None:
-        """Let the list hold what it would hold if there were only this share."""
+        """Let the list hold what it would hold if there were only this learner."""
         _put(self.container, self._of(share))
 
     def take(self, share: int | None) -> None:
-        """Take what a share has appended; the list holds what all have."""
+        """Take what a learner has appended; the list holds what all have."""
         items, before = [*self.container], self._of(share)
         self._all.extend(items[len(before) :])
         if share is not None:

@@ -106,6 +106,7 @@ class OfGlobals(Net):
         ("of_itself", "attributes of of_itself"),
         ("of_the_data", r"Data\.count"),
         ("within_the_data", r"Data\.kept"),
+        ("append", r"test_remembered\.SEEN"),
     ],
 )
 def test_what_a_step_changes_outside_of_the_module_is_refused(act: str, name: str) -> None:
@@ -113,10 +114,31 @@ def test_what_a_step_changes_outside_of_the_module_is_refused(act: str, name: st
         quiet(strategy="single", virtual_ranks=2).fit(OfGlobals(act), datamodule=Data())
 
 
-def test_of_a_list_outside_of_the_module_each_share_sees_its_own() -> None:
-    SEEN.clear()
-    quiet(strategy="single", virtual_ranks=2, max_epochs=1).fit(OfGlobals("append"), datamodule=Data())
-    assert SEEN[:4] == [0, 0, 1, 1]
+class Collected(Net):
+    """Notes in a list what an epoch or the program reads, in steps or at the end of batches."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.outs = where, [0.0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.where == "training_step":
+            self.outs.append(1.0)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.where == "on_train_batch_end":
+            self.outs.append(1.0)
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_train_batch_end"])
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.ranks)], ids=["one", "two"]
+)
+def test_a_list_to_which_shares_append_is_refused(where: str, strategy: str, devices: int) -> None:
+    """Its length would tell how many shares a rank runs, to hooks and to the program after the run."""
+    with pytest.raises(RuntimeError, match=f"{where} changed outs, "):
+        quiet(strategy=strategy, devices=devices, virtual_ranks=4).fit(Collected(where), loader(32, 4))
 
 
 def test_a_variable_that_a_step_closes_over_is_refused() -> None:
