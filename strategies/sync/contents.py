@@ -14,7 +14,7 @@ from torch import Tensor
 def checksum(tensor: Tensor, known: int = 0) -> int:
     """A number below 2**32 of a tensor's bytes, continuing `known`. Waits for the device."""
     # Cloned, as torch does not resize what numpy has seen.
-    data = tensor.detach().clone().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    data = elements(tensor.detach().clone().cpu()).view(torch.uint8).numpy()
     return zlib.crc32(data.data, known)
 
 
@@ -31,7 +31,13 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, a row for each element."""
-    return tensor.resolve_conj().reshape(-1, 1).view(torch.uint8)
+    return elements(tensor.resolve_conj()).unsqueeze(1).view(torch.uint8)
+
+
+def elements(tensor: Tensor) -> Tensor:
+    """All elements of a tensor in a row, to be seen as another dtype: torch lets a single one have any stride."""
+    tensor = tensor.contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -41,7 +47,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
         return False
     if one.device != other.device:
         one, other = one.cpu(), other.cpu()
-    flats = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
+    flats = [elements(tensor.detach()).view(torch.uint8) for tensor in (one, other)]
     numbers = flats[0].numel(), *(flat.storage_offset() for flat in flats)
     words = (torch.int64, torch.int32, torch.int16, torch.uint8)  # the wider, the faster
     dtype = next(dtype for dtype in words if not any(number % dtype.itemsize for number in numbers))

@@ -19,7 +19,7 @@ from lockstep.trainer.kept.agreed import alike, completed
 from lockstep.trainer.kept.owners import in_modes
 from lockstep.trainer.metrics.beside import counted_beside, take_beside
 from lockstep.trainer.metrics.entry import COMBINE
-from lockstep.trainer.metrics.updates import leader_of, put_rows, rows_of
+from lockstep.trainer.metrics.updates import as_sent, growing, joined, leader_of, put_rows, rows_of
 from lockstep.trainer.seeding import derive, has, rng_state, seed_everything, set_rng_state
 from lockstep.trainer.setup import resume
 
@@ -148,7 +148,10 @@ def restore(run: RunState, module: Module, checkpoint: Checkpoint) -> None:
     else:
         counted = [rank_state for rank_state in saved if rank_state["reports"]]
         _share_sums(run, counted)
-        _restore_torchmetrics(run, module, counted[strategy.topology.data_rank :: strategy.topology.data_size], read)
+        place = strategy.topology
+        _restore_torchmetrics(run, module, counted[place.data_rank :: place.data_size], read)
+        if len(counted) != place.data_size:
+            _restore_rows(run, module, counted, place.data_rank == 0, read)
         _restore_streams(run, counted, read)
         own = strategy.topology.data_rank if len(counted) == strategy.topology.data_size else 0  # else all read alike
         run.train_dataloader.load_state_dict(unpack(counted[own]["loader"], read), len(counted))
@@ -299,6 +302,34 @@ def _restore_torchmetrics(
             metric._update_count += entry["count"]
             metric._computed = None
         put_rows(metric, added)
+
+
+def _restore_rows(
+    run: RunState, module: Module, saved: list[dict[str, Any]], is_first: bool, read: Callable[[str], Tensor]
+) -> None:
+    """Give the first rank what the lists of all saved ranks hold, in the order of one process, and the others none of
+    it. Each has as many updates, so that those to come follow in turn."""
+    beside = {name: metric for name, (metric, _) in _beside(run).items()}
+    for name, metric in (torchmetrics_of(module) | beside).items():
+        names = growing(metric) if holds_states(metric) else []
+        packed = [entry for state in saved if (entry := state["torchmetrics"].get(name, {})).get("count")]
+        if not names or not packed:
+            continue
+        found: list[dict[str, Any]] = [unpack(entry, read) for entry in packed] if is_first else []
+        parts = [
+            as_sent(metric, {key: each["state"][key] for key in names}, each["count"], each.get("added") or [])
+            for each in found
+        ]
+        rows = on_device_of(metric, joined(parts))
+        for key in names:
+            now, held = metric._defaults[key], rows.get(key, [])
+            if isinstance(now, list):
+                setattr(metric, key, held)
+            else:
+                setattr(metric, key, torch.stack(held) if held else now.detach().clone().to(metric.device))
+        metric._update_count = max(entry["count"] for entry in packed)
+        none = [[0] * len(names)] * (metric._update_count - 1)
+        put_rows(metric, [*none, [len(rows.get(key, ())) for key in names]])
 
 
 def _restore_streams(run: RunState, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.strategies.sync.contents import elements
+
 CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -64,5 +66,5 @@ def content(
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for key in order:
         # Conjugate and negative views are flags on the same memory: resolve them before bytes are taken.
-        tensor = read(key).detach().cpu().resolve_conj().resolve_neg().contiguous()
-        yield tensor.reshape(-1).view(torch.uint8).numpy().data
+        tensor = read(key).detach().cpu().resolve_conj().resolve_neg()
+        yield elements(tensor).view(torch.uint8).numpy().data

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -21,11 +20,14 @@ from lockstep.trainer.metrics.beside import watched_updates
 from lockstep.trainer.metrics.gathering import gather_values
 from lockstep.trainer.metrics.groups import fix_groups
 from lockstep.trainer.metrics.updates import (
+    as_sent,
     count_no_more,
     count_updates,
     counted_updates,
     growing,
+    joined,
     leader_of,
+    reduced,
     rows_of,
 )
 
@@ -207,73 +209,6 @@ def _the_same(metric: Any, name: str, values: Tensor) -> Tensor:
             "dist_reduce_fx='sum', and divide them in compute"
         )
     return values[0]
-
-
-def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The growing states of a metric with the items of all ranks, or shares, in the order of one process: what an
-    update of each has added in turn. `parts`: by state what `as_sent` made of it.
-
-    Where that is not known an item of each in turn, or by rank if states differ in length, so that items that belong
-    together are at the same place in each.
-    """
-    items = [{name: _received(sent) for name, sent in part.items()} for part in parts]
-    is_known = all(sent["updates"] is not None for part in parts for sent in part.values())
-    is_even = all(len({len(found) for found in part.values() if found}) < 2 for part in items)
-    together: dict[str, list[Any]] = {}
-    for name in parts[0] if parts else ():
-        rows = [part[name] for part in items]
-        if is_known:
-            numbers = [part[name]["updates"] for part in parts]
-        else:
-            numbers = [[1] * len(row) if is_even else [len(row)] for row in rows]
-        turns = zip_longest(*(_cut(row, each) for row, each in zip(rows, numbers, strict=True)), fillvalue=())
-        together[name] = [item for turn in turns for update in turn for item in update]
-    return together
-
-
-def _cut(items: list[Any], numbers: Sequence[int]) -> Iterator[list[Any]]:
-    rest = iter(items)
-    return ([*islice(rest, n)] for n in numbers)
-
-
-def reduced(items: list[Any], held: Any, reduction: Any) -> Any:
-    """What `compute` gets of the items of all: a list, or a tensor of rows, as in one process, or what the metric's own
-    reduction makes of them. `held`: what one rank has."""
-    from torchmetrics.utilities import dim_zero_cat
-
-    if isinstance(held, Tensor):
-        return torch.stack(items) if items else held
-    return items if reduction in (None, dim_zero_cat) or not items else reduction(items)
-
-
-def as_sent(metric: Any, states: Mapping[str, Any], count: int, added: list[list[int]]) -> dict[str, Any]:
-    """The states of a metric after `count` updates, of which `joined` takes those that grow. `added`: see
-    `updates.rows_of`."""
-    names = [name for name in growing(metric) if name in states]
-    updates: dict[str, Any] = dict(zip(names, zip(*added, strict=True), strict=False)) if added else {}
-    updates = {name: updates.get(name, ()) for name in names}
-    if len(added) != count or any(sum(updates[name]) != len(states[name]) for name in names):
-        updates = {}  # as after a checkpoint that does not have them
-    return {name: _sent(held, updates.get(name)) if name in names else held for name, held in states.items()}
-
-
-def _sent(items: Any, updates: Sequence[int] | None) -> dict[str, Any]:
-    """Tensors that are alike but for their number of rows are one, with these numbers: fewer to send."""
-    found: dict[str, Any] = {"updates": None if updates is None else [*updates]}
-    if isinstance(items, Tensor):
-        return found | {"rows": items, "numbers": None}
-    kinds = {(item.dtype, item.shape[1:], item.dim()) if isinstance(item, Tensor) else None for item in items}
-    if len(items) < 2 or len(kinds) > 1 or None in kinds:
-        return found | {"items": items}
-    if not items[0].dim():
-        return found | {"rows": torch.stack(items), "numbers": None}
-    return found | {"rows": torch.cat(items), "numbers": [len(item) for item in items]}
-
-
-def _received(sent: dict[str, Any]) -> list[Any]:
-    if "items" in sent:
-        return [*sent["items"]]
-    return [*(sent["rows"].unbind() if sent["numbers"] is None else sent["rows"].split(sent["numbers"]))]
 
 
 def _nothing() -> None:

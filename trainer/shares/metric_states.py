@@ -12,15 +12,17 @@ from torch import nn
 from lockstep.trainer.checkpoint.rank_state import torchmetrics_of
 from lockstep.trainer.metrics.beside import watched_updates
 from lockstep.trainer.metrics.gathering import gather_values
-from lockstep.trainer.metrics.sync import (
+from lockstep.trainer.metrics.sync import of_all_samples, refuse_windows, uncached
+from lockstep.trainer.metrics.updates import (
     as_sent,
+    counted_updates,
+    growing,
     joined,
-    of_all_samples,
+    leader_of,
+    put_rows,
     reduced,
-    refuse_windows,
-    uncached,
+    rows_of,
 )
-from lockstep.trainer.metrics.updates import counted_updates, growing, leader_of, put_rows, rows_of
 
 if TYPE_CHECKING:
     from lockstep.trainer.shares.shares import Shares

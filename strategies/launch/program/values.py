@@ -205,7 +205,8 @@ def _digest(value: torch.Tensor | np.ndarray) -> str:
     if isinstance(value, torch.Tensor):
         if not value.is_cpu or not value.is_leaf or value.is_sparse or value.is_quantized:
             raise NotComparable
-        value = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        flat = value.detach().contiguous()
+        value = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()  # a single element may have any stride
     elif value.dtype.hasobject:
         raise NotComparable
     return hashlib.blake2b(np.ascontiguousarray(value).view(np.uint8).data, digest_size=16).hexdigest()

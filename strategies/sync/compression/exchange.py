@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.strategies.sync.contents import elements
 from lockstep.strategies.sync.messages import gather_rows
 from lockstep.strategies.sync.tree import PartialSums, all_reduce
 
@@ -69,7 +70,7 @@ class Exchange:
 
 
 def _bytes(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
+    return torch.cat([elements(tensor).view(torch.uint8) for tensor in tensors])
 
 
 def _split(row: Tensor, like: Sequence[Payload]) -> list[Payload]:

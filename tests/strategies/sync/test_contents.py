@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.strategies.sync.contents import generator_state, same_bits
+from lockstep.strategies.sync.contents import bytes_of, checksum, generator_state, same_bits
 
 pytestmark = pytest.mark.unit
 
@@ -50,3 +50,11 @@ def test_bits_tell_zeros_dtypes_and_shapes_apart() -> None:
     zero, nan = torch.zeros(2), torch.full((2,), torch.nan)
     assert same_bits(nan, nan.clone()) and not same_bits(zero, -zero)
     assert not same_bits(zero, zero.to(torch.int32)) and not same_bits(zero, zero.view(2, 1))
+
+
+def test_a_single_element_may_have_any_stride() -> None:
+    column = torch.ones(1, 8, dtype=torch.float64)[:, 0]
+    assert column.stride() == (8,)
+    assert checksum(column) == checksum(torch.ones(1, dtype=torch.float64))
+    assert bytes_of(column).shape == (1, 8)
+    assert same_bits(column, torch.ones(1, dtype=torch.float64))

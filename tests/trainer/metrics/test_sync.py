@@ -322,6 +322,64 @@ def test_what_updates_add_is_kept_over_epochs_and_a_resume(options: dict[str, An
     assert fit(tmp_path / "step=2", **options) == whole
 
 
+class Places(Metric):
+    """Weighs each sample by its place, in a list and in a tensor of rows, beside a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("first", [], dist_reduce_fx="cat")
+        self.add_state("rows", torch.zeros(0, 2), dist_reduce_fx="cat")
+        self.add_state("number", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, x: Tensor) -> None:
+        self.first.append(x[:, 0])
+        self.rows = torch.cat([self.rows, x[:, 1:3]])
+        self.number += len(x)
+
+    def compute(self) -> Tensor:
+        places = torch.arange(int(self.number), dtype=torch.float64)
+        return (torch.cat(self.first) * places).sum() + (self.rows.sum(1) * places.square()).sum()
+
+
+class Placed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = Places()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.places.update(batch[0])
+        self.log("places", self.places, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("began", "devices"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.slow)])
+def test_lists_are_in_the_order_of_one_process_after_a_resume_on_other_ranks(
+    began: int, devices: int, tmp_path: Path
+) -> None:
+    """Of the middle of an epoch, saved and resumed twice."""
+
+    def fit(devices: int, path: Path | None = None) -> float:
+        torch.manual_seed(0)
+        saver = ModelCheckpoint(tmp_path / str(devices), "{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = quiet(
+            accelerator="cpu",
+            strategy="single" if devices == 1 else "ddp",
+            devices=devices,
+            max_epochs=1,
+            precision="64-true",
+            split_batches=True,
+            callbacks=[saver],
+            enable_checkpointing=True,
+        )
+        trainer.fit(Placed(), loader(40, 6), ckpt_path=path)
+        return float(trainer.callback_metrics["places"])
+
+    expected = fit(began)
+    assert fit(devices, tmp_path / str(began) / "step=2") == pytest.approx(expected, rel=1e-12)
+    assert fit(began, tmp_path / str(devices) / "step=4") == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.ranks
 def test_a_rank_without_samples_does_not_change_the_order() -> None:
     def validate(devices: int, batch_size: int) -> dict[str, float]:
