@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -22,7 +23,10 @@ from lockstep.strategies.launch.program.functions import codes_of, is_users_clas
 from lockstep.strategies.sync.contents import generator_state
 from lockstep.trainer.shares.marks import NUMBERS
 
-_DATA = (*NUMBERS, Tensor, np.ndarray, list, tuple, dict, set, deque, count, SimpleNamespace, Namespace)
+_DATA = (
+    *(*NUMBERS, bytearray, array, Tensor, np.ndarray),
+    *(list, tuple, dict, set, deque, count, SimpleNamespace, Namespace),
+)
 _READ_BY_LOADERS = (DataLoader, Dataset, Sampler)
 """These change as batches are loaded, in any place."""
 Place = tuple[str, Callable[[], Any]]

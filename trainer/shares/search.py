@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -44,7 +45,7 @@ _OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _NOT_THEIRS = (OF_TORCH - {"training"}) | {"trainer", "_trainer", "_module", "_toggled"}
 """Attributes that every module or callback has: parameters and buffers are compared by themselves."""
 _OF_HANDLES = frozenset({"_run", "optimizer", "hooks"})
-"""Those of the Trainer and of optimizers as user code sees them."""
+"""Those of the Trainer, of optimizers as user code sees them and of schedulers."""
 
 
 class Items(NamedTuple):
@@ -96,7 +97,7 @@ def find(run: RunState, model: ModelParts, followed: Collection[int]) -> Found:
             numbers = [key for key, value in vars(callback).items() if isinstance(value, (int, float, type(None)))]
             search.owners |= {prefix + key: (callback, key) for key in numbers}
     search.all_hooks(model.parameters, ATTRIBUTES)
-    for owner in (run.trainer, *run.user_optimizers):
+    for owner in (run.trainer, *run.user_optimizers, *(config.scheduler for config in run.schedulers)):
         search.attributes(owner, f"{type(owner).__name__}.", _OF_HANDLES)
     if run.datamodule is not None:
         for key, value in search.reads.entries(run.datamodule, _NOT_THEIRS):
@@ -187,6 +188,8 @@ class _Search:
         large = isinstance(value, (list, dict, set, deque)) and len(value) > _MOST
         if large and self._is_common and id(value) not in self._followed:
             return read(len, value)
+        if isinstance(value, (bytearray, array)):
+            return read(_of_small_bytes, value)
         if generator_state(value) is not None:
             return read(generator_state, value)
         if isinstance(value, nn.Module):
@@ -247,6 +250,10 @@ class _NotEmpty:
 
 def _of_small_array(array: np.ndarray) -> Any:
     return of_array(array, _SMALL)
+
+
+def _of_small_bytes(value: bytearray | array[Any]) -> Any:
+    return bytes(value) if len(value) <= _SMALL else len(value)
 
 
 def _shape_of(array: np.ndarray) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ NUMBER = 0
 COUNT = itertools.count()
 TENSOR = torch.zeros(2)
 SEEN: list[int] = []
+BYTES = bytearray()
 
 
 class Common:
@@ -80,14 +82,36 @@ def append(module: Any) -> None:
     SEEN.append(len(SEEN))
 
 
+def of_bytes(module: Any) -> None:
+    BYTES.append(1)
+
+
+def in_an_array(module: Any) -> None:
+    module.array.append(1.0)
+
+
+def of_a_scheduler(module: Any) -> None:
+    module.lr_schedulers().mine = getattr(module.lr_schedulers(), "mine", 0) + 1
+
+
+def step_a_scheduler(module: Any) -> None:
+    if module.global_step:
+        module.lr_schedulers().step()
+
+
 class OfGlobals(Net):
     def __init__(self, act: str) -> None:
         super().__init__()
-        self.act = act
+        self.act, self.array = act, array.array("f")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         acts = in_a_global, in_an_object, in_a_class, bind_again, read, in_a_tensor, in_a_default, of_itself
-        for act in (*acts, of_the_data, within_the_data, append):
+        others = of_the_data, within_the_data, append, of_bytes, in_an_array, of_a_scheduler, step_a_scheduler
+        for act in (*acts, *others):
             if act.__name__ == self.act:
                 act(self)
         return super().training_step(batch, batch_idx)
@@ -107,6 +131,10 @@ class OfGlobals(Net):
         ("of_the_data", r"Data\.count"),
         ("within_the_data", r"Data\.kept"),
         ("append", r"test_remembered\.SEEN"),
+        ("of_bytes", r"test_remembered\.BYTES"),
+        ("in_an_array", "array"),
+        ("of_a_scheduler", r"ExponentialLR\.mine"),
+        ("step_a_scheduler", r"ExponentialLR\._last_lr, .*ExponentialLR\.last_epoch"),
     ],
 )
 def test_what_a_step_changes_outside_of_the_module_is_refused(act: str, name: str) -> None:
