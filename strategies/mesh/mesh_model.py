@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from lockstep.strategies.mesh import mixed_tensors
+from lockstep.strategies.mesh import mixed_tensors, steps
 from lockstep.strategies.mesh.structure import Structure, keep_containers
 from lockstep.strategies.mesh.tensor_plan.plan import Plan
 from lockstep.strategies.mesh.unsharded_writes import (
@@ -126,6 +126,12 @@ class MeshModel(nn.Module):
             if hasattr(parameter, "_unsharded_param") and not is_freed(parameter._unsharded_param):
                 yield name, parameter.unsharded_param
 
+    def memory(self) -> Iterator[Tensor]:
+        """Parameters, and what they are gathered to."""
+        yield from self.model.parameters()
+        for _, parameter in self._held():
+            yield from parameter.all_gather_outputs
+
     def _reset(self, parameter: Any) -> None:
         """Raise RuntimeError if a whole parameter was put in the place of a shard, as by `load_state_dict(…,
         assign=True)`."""
@@ -220,7 +226,7 @@ class MeshModel(nn.Module):
         self.writes.awaited.clear()
         if self.units and self._looks:
             self._looks -= 1
-            mixed_tensors.refuse_kept(self.model)
+            steps.refuse_kept(self.model)
 
     def write_back(self) -> None:
         """Bring what user code has changed of whole parameters to the shards."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lockstep.strategies.data.batch_slices import tensors_of
 from lockstep.strategies.modules.sharded_errors import INSTEAD
 
 
@@ -42,8 +41,7 @@ def install() -> None:
         if not isinstance(value, DTensor):  # torch would keep the shard and lose the value
             raise RuntimeError(
                 f"a tensor was assigned to `data` of a parameter of shape {list(self.shape)} of which this rank holds "
-                "a shard; "
-                f"{INSTEAD}"
+                f"a shard; {INSTEAD}"
             )
         if value.shape != self.shape or value.dtype != self.dtype or value.device_mesh != self.device_mesh:
             raise RuntimeError(
@@ -54,15 +52,25 @@ def install() -> None:
         new, source = value.redistribute(placements=self.placements)._local_tensor, value._local_tensor
         if new.is_set_to(self._local_tensor):
             return
+        if any(shard == _memory(self._local_tensor) and not copied.expired() for shard, copied in _parted):
+            raise RuntimeError(
+                f"a second tensor was assigned to `data` of a parameter of shape {list(self.shape)}, and the first is "
+                "kept by another parameter or by user code, so that on one process a change of one was a change of "
+                "both, but this parameter is sharded in another way and has copied it; assign a clone()"
+            )
+        has_whole_copies = bool({"fsdp", "ddp"} & {*(self.device_mesh.mesh_dim_names or ())})
         shard, call = assigns.get(id(self), (None, None))
         if shard is self and call is not None:
             call(new)
-        elif {"fsdp", "ddp"} & {*(self.device_mesh.mesh_dim_names or ())}:
+        elif has_whole_copies:
             self._local_tensor.copy_(new)
         else:  # torch would lose it; what the backward uses of the values before is left as it was
             self._local_tensor.data = new
             increment_version(self._local_tensor)
-        note_assigned(self._local_tensor, source)
+        if has_whole_copies or _memory(self._local_tensor) != _memory(source):
+            note_assigned(self._local_tensor, source)
+        if _memory(new) != _memory(source):
+            _parted.append((_memory(self._local_tensor), _memory(source)))
 
     DTensor.data = property(_take, assign)  # type: ignore[assignment]
     nn.Parameter.data = property(_take, _give)  # type: ignore[assignment]
@@ -180,26 +188,40 @@ def _refuse_part(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 def _each(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """A function of lists of tensors, such as all parameters, where some are DTensors and others whole: torch does not
-    mix them, so each kind by itself. Nor does it count that it writes to DTensors, as it does for other tensors."""
+    """A function of lists of tensors, such as all parameters, some of which are DTensors. Where what it computes with
+    is not sharded alike, one tensor after the other, as on one process: torch mixes no kinds, and would take copies of
+    all before it writes to the first. Nor does it count that it writes to DTensors, as it does for other tensors."""
     _check_write(op, args, kwargs)
+    first = args[0] if isinstance(args[0], list | tuple) else ()
+    lists = [value for value in args if isinstance(value, list | tuple) and len(value) == len(first)]
+    if len(first) > 1 and not (all(map(_alike, *lists)) and len(set(map(_is_sharded, first))) == 1):
+
+        def one(value: Any, i: int) -> Any:
+            if isinstance(value, list | tuple) and len(value) == len(first):
+                return [value[i]]
+            return value.full_tensor() if _is_sharded(value) and not _is_sharded(first[i]) else value
+
+        each = [
+            _each(op, tuple(one(value, i) for value in args), {name: one(value, i) for name, value in kwargs.items()})
+            for i in range(len(first))
+        ]
+        return [found for result in each for found in result] if op._schema.returns else None
+    if op._schema.name == "aten::_foreach_copy_":  # of which torch knows nothing
+        for into, values in zip(*args[:2], strict=True):
+            into.copy_(values)
+        return None
     if op._schema.name.endswith("_"):
         increment_version(args[0])
-    sharded = [hasattr(tensor, "_local_tensor") for tensor in args[0]] if isinstance(args[0], list | tuple) else []
-    if all(sharded) or not any(sharded):
-        return _by_torch(op, args, kwargs, _each)
+    return _by_torch(op, args, kwargs, _each)
 
-    def of_kind(value: Any, kind: bool) -> Any:
-        if isinstance(value, list | tuple) and len(value) == len(sharded):
-            return [item for item, one in zip(value, sharded, strict=True) if one is kind]
-        return value.full_tensor() if not kind and hasattr(value, "full_tensor") else value
 
-    results = {}
-    for kind in (True, False):
-        mine = [of_kind(value, kind) for value in args]
-        found = _by_torch(op, mine, {name: of_kind(value, kind) for name, value in kwargs.items()}, _each)
-        results[kind] = iter(found or ())
-    return [next(results[kind]) for kind in sharded] if op._schema.returns else None
+def _alike(*tensors: Any) -> bool:
+    """Whether those of one place in lists have the same sharding, or none."""
+    return len({getattr(tensor, "placements", None) for tensor in tensors if isinstance(tensor, Tensor)}) < 2
+
+
+def _is_sharded(value: Any) -> bool:
+    return hasattr(value, "_local_tensor")
 
 
 def _by_torch(op: Any, args: Sequence[Any], kwargs: Any, handler: Callable[..., Any]) -> Any:
@@ -243,6 +265,8 @@ _copies: list[tuple[StorageWeakRef, StorageWeakRef]] = []
 """Shards, and copies of what they are part of, that user code may still hold."""
 _assigned: list[tuple[StorageWeakRef, StorageWeakRef]] = []
 """Shards, and what user code has assigned to `data` of their parameters, which has been copied into them."""
+_parted: list[tuple[StorageWeakRef, StorageWeakRef]] = []
+"""Those of them that other parameters cannot share, as they are sharded in another way."""
 
 
 def note_copy(shard: Tensor, copy: Any) -> None:
@@ -250,20 +274,21 @@ def note_copy(shard: Tensor, copy: Any) -> None:
 
 
 def note_assigned(shard: Tensor, value: Any) -> None:
-    """The shard has got a copy of this rank's part of `value`, unless it has its memory now."""
+    """The shard has got this rank's part of `value`: a copy, or its memory."""
     _note(_assigned, shard, value)
-    of_shard, of_value = _assigned[-1]
-    if of_shard == of_value:
-        _assigned.pop()
-    _assigned.extend((of_shard, other) for other, copy in _copies if copy == of_value)  # a view that is a copy
+    of_value = _assigned[-1][1]
+    also = [other for other, copy in _copies if copy == of_value]  # a view that is a copy
+    _assigned.extend((_memory(shard), other) for other in also + [other for copy, other in _parted if copy == of_value])
 
 
 def _note(pairs: list[tuple[StorageWeakRef, StorageWeakRef]], shard: Tensor, copy: Any) -> None:
     if len(pairs) >= 1024 and len(pairs).bit_count() == 1:  # at each power of two
         pairs[:] = [pair for pair in pairs if not pair[1].expired()]
-    memory = (tensor.untyped_storage() for tensor in (shard, getattr(copy, "elem", copy)))
-    of_shard, of_copy = map(StorageWeakRef, memory)
-    pairs.append((of_shard, of_copy))
+    pairs.append((_memory(shard), _memory(getattr(copy, "elem", copy))))
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def refuse_kept_copies(model: nn.Module, strategy: str) -> None:
@@ -273,6 +298,7 @@ def refuse_kept_copies(model: nn.Module, strategy: str) -> None:
     To be called when no hook of the user's runs, whose variables would hold them.
     """
     refuse_assigned(model, strategy)
+    _parted.clear()
     if _copies and (name := _kept(_copies, model)):
         raise RuntimeError(
             f"user code keeps a view of {name} (a slice of it, or a detach() or state_dict() within whole()), "
@@ -281,13 +307,14 @@ def refuse_kept_copies(model: nn.Module, strategy: str) -> None:
         )
 
 
-def refuse_assigned(model: nn.Module, strategy: str, *, at_end: bool = False) -> None:
-    """Raise RuntimeError if somebody, as another parameter, holds what was copied into a parameter as its `data`. At
-    the end of a run only another parameter: no step is to come that would part what user code holds from it."""
-    if at_end:
-        storages = {StorageWeakRef(getattr(p, "_local_tensor", p).untyped_storage()).cdata for p in model.parameters()}
-        _assigned[:] = [pair for pair in _assigned if pair[1].cdata in storages]
-    if _assigned and (name := _kept(_assigned, model)):
+def refuse_assigned(model: nn.Module, strategy: str, others: Iterable[Tensor] | None = None) -> None:
+    """Raise RuntimeError if somebody holds what was copied into a parameter as its `data`: as `others`, if they are
+    given, such as the parameters, where user code may hold it as well."""
+    found = _assigned
+    if others is not None and found:
+        storages = {_memory(getattr(p, "_local_tensor", p)).cdata for p in others}
+        found = [pair for pair in found if pair[1].cdata in storages]
+    if found and (name := _kept(found, model)):
         raise RuntimeError(
             f"what was assigned to `data` of {name} is kept by another parameter or by user code, so that on one "
             f"process a change of one is a change of both, but {strategy} shards the parameter over ranks and has "
@@ -300,44 +327,19 @@ def _kept(pairs: list[tuple[StorageWeakRef, StorageWeakRef]], model: nn.Module) 
     if all(copy.expired() for _, copy in pairs):
         pairs.clear()
         return None
-    shards = {
-        StorageWeakRef(parameter._local_tensor.untyped_storage()).cdata: name
-        for name, parameter in model.named_parameters()
-        if hasattr(parameter, "_local_tensor")
-    }
-    pairs[:] = [(shard, copy) for shard, copy in pairs if shard.cdata in shards and not copy.expired()]
+    shards, shared = dict[int, str](), set[int]()
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "_local_tensor"):
+            memory = _memory(parameter._local_tensor).cdata
+            shared.update({memory} & shards.keys())
+            shards.setdefault(memory, name)
+    alive = ((shard, copy) for shard, copy in pairs if shard.cdata in shards and not copy.expired())
+    pairs[:] = [(shard, copy) for shard, copy in alive if shard.cdata != copy.cdata or shard.cdata in shared]
     if pairs:
         gc.collect()  # torch.save, for one, leaves tensors to it
-    alive = {shard.cdata for shard, copy in pairs if not copy.expired()}
+    kept = {shard.cdata for shard, copy in pairs if not copy.expired()}
     pairs.clear()
-    return next((name for cdata, name in shards.items() if cdata in alive), None)
-
-
-def refuse_kept(model: nn.Module) -> None:
-    """Once the units are freed, raise RuntimeError for a tensor in an attribute of a layer of the user's that a step
-    has made of the memory of a whole parameter: to read it would end the process."""
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if type(value) is Tensor and value.numel() and has_no_memory(value):
-                raise RuntimeError(
-                    f"{name + '.' if name else ''}{key} was given a view (.data, .detach() or a part) of a parameter, "
-                    "which FSDP had gathered for the step and has freed since; keep a copy (.clone()), or take it from "
-                    "the module where it is used"
-                )
-
-
-def refuse_returned(output: Any) -> None:
-    """Raise RuntimeError for a tensor in what a step has returned that is of the memory of a whole parameter, once that
-    is freed: to read it would end the process."""
-    if any(tensor.numel() and has_no_memory(getattr(tensor, "_local_tensor", tensor)) for tensor in tensors_of(output)):
-        raise RuntimeError(
-            "a step returned a weight, or a view of one (.data, .detach() or a part), which FSDP had gathered for the "
-            "step and has freed since; return a copy (.clone())"
-        )
-
-
-def has_no_memory(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_meta and not tensor.untyped_storage().nbytes()
+    return next((name for memory, name in shards.items() if memory in kept), None)
 
 
 def _writes() -> Iterator[Any]:
@@ -375,8 +377,7 @@ def _check_write(op: Any, args: tuple[Any, ...], kwargs: Any) -> None:
 
 def _shares(part: Any, whole: Any) -> bool:
     """Whether writing to a part of a DTensor writes to this rank's shard of it."""
-    mine, all_mine = (StorageWeakRef(tensor._local_tensor.untyped_storage()) for tensor in (part, whole))
-    return mine.cdata == all_mine.cdata
+    return _memory(part._local_tensor).cdata == _memory(whole._local_tensor).cdata
 
 
 def _refuse_numpy(self: Tensor, *args: Any, **kwargs: Any) -> Any:

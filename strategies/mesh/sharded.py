@@ -165,7 +165,7 @@ class ShardedStrategy(ShardedOptimizers):
 
     def teardown_module(self, wrapped: MeshModel) -> None:
         wrapped.close()
-        mixed_tensors.refuse_assigned(self.unwrap(wrapped), self.name, at_end=True)
+        mixed_tensors.refuse_assigned(self.unwrap(wrapped), self.name, self.unwrap(wrapped).parameters())
         keeps = environment.outlives_run(self.topology.rank)
         held = {name: self.local_shard(p) for name, p in self.unwrap(wrapped).named_parameters()}
         whole = gather_whole(self, State({n: piece for n, piece in held.items() if piece is not None}), keep=keeps)
@@ -243,7 +243,7 @@ class ShardedStrategy(ShardedOptimizers):
                 output = wrapped.run(step_fn, micro_batch.batch, *args)
         finally:
             wrapped.close()
-        mixed_tensors.refuse_returned(output)
+        steps.refuse_returned(output)
         return None if padding else output
 
     def backward(self, wrapped: MeshModel, loss: Tensor, weight: float = 1.0, retain_graph: bool = False) -> None:

@@ -1,4 +1,5 @@
-"""Around the user's step on a mesh: what ranks must do alike in it, and what each loss may move."""
+"""Around the user's step on a mesh: what ranks must do alike in it, what each loss may move, and what user code keeps of
+what was whole in it."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.strategies.base import StepFn, StepHooks, Topology
 from lockstep.strategies.checkpoint_state import TensorShard
+from lockstep.strategies.data.batch_slices import tensors_of
 from lockstep.strategies.launch.process_group import backend_of
 from lockstep.strategies.losses import has_loss
 from lockstep.strategies.mesh.mesh import AXES
@@ -310,3 +312,30 @@ def share_rng_state(device: torch.device) -> None:
         state = torch.cuda.get_rng_state()
         dist.broadcast(state, 0)
         torch.cuda.set_rng_state(state)
+
+
+def refuse_kept(model: nn.Module) -> None:
+    """Once the units are freed, raise RuntimeError for a tensor in an attribute of a layer of the user's that a step
+    has made of the memory of a whole parameter: to read it would end the process."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if type(value) is Tensor and value.numel() and has_no_memory(value):
+                raise RuntimeError(
+                    f"{name + '.' if name else ''}{key} was given a view (.data, .detach() or a part) of a parameter, "
+                    "which FSDP had gathered for the step and has freed since; keep a copy (.clone()), or take it from "
+                    "the module where it is used"
+                )
+
+
+def refuse_returned(output: Any) -> None:
+    """Raise RuntimeError for a tensor in what a step has returned that is of the memory of a whole parameter, once that
+    is freed: to read it would end the process."""
+    if any(tensor.numel() and has_no_memory(getattr(tensor, "_local_tensor", tensor)) for tensor in tensors_of(output)):
+        raise RuntimeError(
+            "a step returned a weight, or a view of one (.data, .detach() or a part), which FSDP had gathered for the "
+            "step and has freed since; return a copy (.clone())"
+        )
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta and not tensor.untyped_storage().nbytes()

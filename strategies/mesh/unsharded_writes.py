@@ -15,7 +15,8 @@ from torch.autograd.graph import increment_version
 
 from lockstep.strategies.base import StepHooks
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
-from lockstep.strategies.mesh.mixed_tensors import data_taken, has_no_memory, note_assigned, refuse_returned
+from lockstep.strategies.mesh.mixed_tensors import data_taken, note_assigned
+from lockstep.strategies.mesh.steps import has_no_memory, refuse_returned
 from lockstep.strategies.modules.casts import follow_casts
 from lockstep.strategies.modules.model_changes import written_gradient
 from lockstep.strategies.modules.parameter_hooks import ATTRIBUTES, share_attributes
@@ -207,15 +208,14 @@ class UnshardedWrites:
         shard, place = _held(parameter.sharded_param), parameter._module_info
         if id(group) in self.awaited:
             raise RuntimeError(
-                f"`data` of {_place(parameter)} was assigned between the forward of "
-                "its block and the backward, where one process keeps the old values for the backward, but FSDP gathers "
-                "the new ones; assign it before the forward, in a forward hook of the layer, or in a hook such as "
-                "on_before_zero_grad"
+                f"`data` of {_place(parameter)} was assigned between the forward of its block and the backward, where "
+                "one process keeps the old values for the backward, but FSDP gathers the new ones; assign it before "
+                "the forward, in a forward hook of the layer, or in a hook such as on_before_zero_grad"
             )
         if getattr(place.module, place.param_name) is not parameter.sharded_param:  # its block is whole
             shard.copy_(value)
             return
-        shard.data = value.clone(memory_format=torch.contiguous_format)
+        shard.data = value.contiguous()
         parameter.reset_sharded_param()
         shard.data = _held(parameter.sharded_param)  # if torch has padded it
         parameter.sharded_param._local_tensor = shard  # with its version counter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch.utils
@@ -13,20 +14,22 @@ _followed: dict[int, Callable[[], None]] = {}
 """By the id of a parameter of the model what to call once it was cast."""
 _cast: set[int] = set()
 _apply = nn.Module._apply
-_swap = torch.utils.swap_tensors
+_swap_tensors: Any = torch.utils.swap_tensors
+_swap = FunctionType(_swap_tensors.__code__, _swap_tensors.__globals__)
 _replaced: list[Any] = []
 
 
 def watch_casts() -> None:
     """Note casts of the parameters that are followed from here on, until `forget_casts`; also casts that are undone at
     once, by which torch gives a parameter other memory and another node of the graph. Replaces a method of
-    `nn.Module`, and `torch.utils.swap_tensors`, but not within `converting_by`."""
+    `nn.Module`, and the code of `torch.utils.swap_tensors`, which others may have imported, but not within
+    `converting_by`."""
     global _apply
     forget_casts()
     if not _replaced:
         _apply = nn.Module._apply
         nn.Module._apply = _watched  # type: ignore[method-assign]
-        torch.utils.swap_tensors = _swapped
+        _swap_tensors.__code__, _swap_tensors.__kwdefaults__ = _calls.__code__, {"call": _swapped}
 
 
 def forget_casts() -> None:
@@ -35,7 +38,7 @@ def forget_casts() -> None:
     _cast.clear()
     if nn.Module._apply is _watched:
         nn.Module._apply = _apply  # type: ignore[method-assign]
-        torch.utils.swap_tensors = _swap
+        _swap_tensors.__code__, _swap_tensors.__kwdefaults__ = _swap.__code__, None
 
 
 @contextmanager
@@ -74,6 +77,10 @@ def _watched(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = 
             _cast.add(id(parameter))
             _followed[id(parameter)]()
     return done
+
+
+def _calls(t1: Tensor, t2: Tensor, *, call: Callable[[Tensor, Tensor], None]) -> None:
+    call(t1, t2)
 
 
 def _swapped(one: Tensor, other: Tensor) -> None:

@@ -72,9 +72,8 @@ class ShardedOptimizers(SPMDStrategy["MeshModel"]):
         if self._looks:
             self._check_written()
         wrapped.close()
-        if not wrapped.depth:
-            mixed_tensors.refuse_assigned(self.unwrap(wrapped), self.name)
-        elif closure is not None:
+        mixed_tensors.refuse_assigned(self.unwrap(wrapped), self.name, wrapped.memory() if wrapped.depth else None)
+        if wrapped.depth and closure is not None:
             closure = _within_the_step(wrapped, closure)
         self._compare(wrapped)
         if self.precision.scaler is not None:  # the gradients that stay, not an owner's copies

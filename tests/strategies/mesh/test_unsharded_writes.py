@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import swap_tensors
 
 from lockstep import Module
 from lockstep.strategies import FSDP
@@ -316,3 +317,126 @@ def test_what_is_kept_on_fewer_ranks_until_the_backward_is_not_changed(make: Cal
 @pytest.mark.slow
 def test_weights_changed_where_fewer_ranks_keep_them_follow_one_process() -> None:
     exact(on_fewer_ranks(), 4, ScalesBefore, ScalesBetween)
+
+
+class Manual(Perceptron):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.change()
+        optimizer.step()
+
+    def change(self) -> None: ...
+
+
+class TiesInStep(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if not batch_idx:
+            self.net[0].bias.data = self.net[2].bias.data
+        super().training_step(batch, batch_idx)
+        self.stepped = True
+
+
+class SwapsInStep(Manual):
+    def change(self) -> None:
+        one, other = self.net[0].bias, self.net[2].bias
+        one.data, other.data = other.data, one.data
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("fsdp", 1), ("tensor", 2)])
+def test_a_tie_by_data_within_a_step_is_refused_before_an_optimizer_steps(
+    strategy: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
+    module = TiesInStep()
+    with pytest.raises(RuntimeError, match=r"what was assigned to `data` of net.0.bias is kept by another parameter"):
+        fit(strategy, devices, module, labeled())
+    assert not hasattr(module, "stepped")
+
+
+class Averages(Perceptron):
+    """Trains with averages in place of the weights during validation, and keeps all it has assigned."""
+
+    shadow: dict[str, Tensor]
+
+    def on_train_start(self) -> None:
+        self.__dict__["shadow"] = {name: p.data.clone() for name, p in self.named_parameters()}
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for name, p in self.named_parameters():
+            self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * p.data
+
+    def on_train_epoch_end(self) -> None:
+        self.__dict__["backup"] = {}
+        for name, p in self.named_parameters():
+            self.backup[name] = p.data
+            p.data = self.shadow[name]
+        for name, p in self.named_parameters():
+            p.data = self.backup[name]
+
+
+class WritesWhatItAssigned(Perceptron):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if "kept" not in self.__dict__:
+            self.__dict__["kept"] = [0.9 * p.data for p in self.parameters()]
+            for p, value in zip(self.parameters(), self.kept, strict=True):
+                p.data = value
+        for value in self.kept:
+            value.mul_(0.97)
+
+
+class SwapsTensors(Perceptron):
+    def on_train_start(self) -> None:
+        swap_tensors(self.net[0].bias, self.net[2].bias)
+
+
+@pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)
+def test_what_was_assigned_to_data_is_the_memory_of_the_parameter(strategy: str, devices: int) -> None:
+    exact(strategy, devices, Averages, WritesWhatItAssigned, SwapsInStep, SwapsTensors, n=17)
+
+
+class TiesTwice(Perceptron):
+    """Ties two layers that are sharded in two ways, changes both, and parts them before the step."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        one, other = self.net[0].bias, self.net[2].bias
+        one.data = other.data
+        one.data.mul_(0.5)
+        one.data = one.data.clone()
+
+
+class TiesWholeWeights(Perceptron):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not batch_idx:
+            self.net[0].bias.data = self.net[2].bias.data
+        return super().training_step(batch, batch_idx)
+
+
+def test_ties_of_weights_that_are_sharded_in_two_ways_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="a second tensor was assigned to `data` of a parameter of shape"):
+        fit("tensor", 2, TiesTwice(), labeled())
+
+
+@pytest.mark.slow
+def test_ties_of_weights_that_a_step_has_whole_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"what was assigned to `data` of net.0.bias is kept by another parameter"):
+        fit("fsdp=2,tensor=2", 4, TiesWholeWeights(), labeled())
+
+
+class CopiesInLists(Perceptron):
+    """Functions of lists, of tensors that are sharded in several ways."""
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        weights, biases = [self.net[0].weight, self.net[2].weight], [self.net[0].bias, self.net[2].bias]
+        torch._foreach_copy_(weights, [0.9 * weight for weight in weights])
+        torch._foreach_add_(biases, biases[::-1], alpha=-0.1)
+        torch._foreach_copy_(biases[:1], torch._foreach_mul(biases[1:], 0.5))
+
+
+@pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)
+def test_functions_of_lists_of_weights_follow_one_process(strategy: str, devices: int) -> None:
+    exact(strategy, devices, CopiesInLists, n=17)
