@@ -81,7 +81,7 @@ class StepState:
         self._layer_tensors = [t for m in self._of_layers for t in tensors_of(m)]
         self._statistics = [b for m in outside if measures(m) for b in m._buffers.values() if b is not None]
         self._watch = Watch(model, outside, self._own_code, last[1])
-        self._evaluations = Evaluated(self._watch.hooks)
+        self._evaluations = Evaluated(self._watch.hooks, inside)
         self._draws = Draws(outside, {module: name for name, module in model.named_modules()})
         self.pads = False  # whether this rank has no samples, so that the step runs for its shapes only
         self._start = NOTHING

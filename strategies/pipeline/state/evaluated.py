@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lockstep.strategies.modules.absent import Refusing
@@ -21,6 +21,7 @@ from lockstep.strategies.pipeline.shapes.fake_tensors import is_fake
 from lockstep.strategies.pipeline.state.hook_slots import HookSlots, refusing, sentence
 from lockstep.strategies.pipeline.state.marks import SIMPLE, content_of, mark_of, put_content
 from lockstep.strategies.pipeline.state.reached import MOST, Holder, Key, Place, Reached
+from lockstep.strategies.pipeline.state.step_code import keeps
 
 _FIRST, _FEW_BYTES, _MOST_BYTES = 4, 2**20, 2**26
 """Steps that are all compared; bytes of what is sent again and again, and once."""
@@ -52,11 +53,12 @@ class _Sent(NamedTuple):
 
 class Evaluated:
     """Compares evaluation steps from where they call the pipelined module: the first four, those whose number is a
-    power of two, the first after training, and all once hooks were found or something is kept."""
+    power of two, the first after training, and all once hooks were found or something is kept, or if the code of
+    `layers` shows that they may keep something."""
 
-    def __init__(self, hooks: HookSlots) -> None:
-        self._hooks = hooks
-        self._number, self._is_first, self._keeps, self._compares = 0, False, False, False
+    def __init__(self, hooks: HookSlots, layers: Iterable[nn.Module]) -> None:
+        self._hooks, self._keeps = hooks, any(map(keeps, {type(layer) for layer in layers}))
+        self._number, self._is_first, self._compares = 0, False, False
         self._before: dict[Key, Any] | None = None
         self._lengths: dict[Key, tuple[Any, int]] = {}
 

@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -94,6 +94,7 @@ _STORING = {
     *("STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE", "STORE_GLOBAL", "DELETE_GLOBAL"),
     *("STORE_DEREF", "DELETE_DEREF"),
 }
+_LOADING, _STORING_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}, {"STORE_ATTR", "DELETE_ATTR"}
 _STORING_METHODS = set(
     "add append appendleft clear copyto data discard extend extendleft fill insert itemset move_to_end pop popitem "
     "popleft put register_buffer remove reverse rotate setattr setdefault sort subtract update __setattr__ __setitem__ "
@@ -110,6 +111,27 @@ def stores(function: FunctionType) -> bool:
         or any(each.opname in _STORING for each in dis.get_instructions(code))
         for code in codes_of(function)
     )
+
+
+def keeps(kind: type) -> bool:
+    """Whether the code that the forward of a class of the program runs shows that it changes attributes, or items of
+    what these hold."""
+    return is_of_program(kind) and any(
+        any(map(_changes_attributes, codes_of(function))) for function in functions_of([kind], ()) if is_own(function)
+    )
+
+
+def _changes_attributes(code: CodeType) -> bool:
+    before, reads_own = "", False
+    for each in dis.get_instructions(code):
+        reads_own &= not each.starts_line
+        if before == "LOAD_ATTR" and each.opname in _LOADING and each.argval in _STORING_METHODS - {"data"}:
+            return True
+        if each.opname in _STORING_ATTRIBUTES or (reads_own and each.opname in _STORING):
+            return True
+        reads_own |= each.opname == "LOAD_ATTR" and "NULL" not in each.argrepr  # no method
+        before = before if each.opname == "CACHE" else each.opname
+    return not {"setattr", "__setattr__", "register_buffer"}.isdisjoint(code.co_names)
 
 
 def is_of_program(kind: type) -> bool:

@@ -94,6 +94,21 @@ class ReadingLayers(Classifying):
             self.rows.append(float(self.net[2].mean))
 
 
+class MeasuredLate(Measured):
+    """Measures the last step of an evaluation, which has fewer samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and len(x) == 3:
+            self.mean = x.detach().mean()
+        return nn.Linear.forward(self, x)
+
+
+class ReadingLate(ReadingLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2] = MeasuredLate()
+
+
 def rows(strategy: str, devices: int, make: Callable[[], tuple[Classifying, list[Any]]]) -> list[Any]:
     KEPT.clear()
     module, callbacks = make()
@@ -120,6 +135,16 @@ def test_rank_0_reads_after_each_batch_what_hooks_of_other_ranks_have_kept(how: 
 
 def test_rank_0_reads_after_each_batch_what_a_layer_of_another_rank_has_kept() -> None:
     same(lambda: (ReadingLayers(), []))
+
+
+def test_rank_0_reads_what_a_layer_of_another_rank_keeps_in_one_late_step() -> None:
+    def late(strategy: str, devices: int) -> list[Any]:
+        module = ReadingLate()
+        options = {"strategy": strategy, "devices": devices, "precision": "64-true", "seed": 0, "split_batches": True}
+        quiet(**options).fit(module, DataLoader(samples(8), 8), DataLoader(samples(9 * 4 + 3), 4))
+        return module.rows
+
+    assert late("pipeline", 2) == approximately(late("single", 1))
 
 
 class Collecting(Callback):
