@@ -258,7 +258,9 @@ class SPMDStrategy(SPMDStep[W]):
 
     def _compare_edits(self, model: nn.Module | None, optimizers: dict[str, Optimizer]) -> None:
         if self._agreement is not None and self.capabilities.steps_together:
-            self._edits = UserEdits(model, optimizers)
+            from lockstep.strategies.launch.rng import watch_draws
+
+            self._edits = UserEdits(model, optimizers, watch_draws if self.topology.data_size > 1 else None)
             self._agreement.edits = self._edits.take
 
     @contextmanager

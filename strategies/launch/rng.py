@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -57,6 +58,11 @@ def has_drawn(states: Mapping[str, Any]) -> bool:
         or repr(now["numpy"][2:]) != repr(states["numpy"][2:])
         or not np.array_equal(now["numpy"][1], states["numpy"][1])
     )
+
+
+def watch_draws() -> Callable[[], bool]:
+    """What tells whether any generator has moved since this call."""
+    return partial(has_drawn, stream_states())
 
 
 @contextmanager

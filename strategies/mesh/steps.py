@@ -1,5 +1,5 @@
-"""Around the user's step on a mesh: what ranks must do alike in it, what each loss may move, and what user code keeps of
-whole parameters in it."""
+"""Around the user's step on a mesh: what ranks must do alike in it, what each loss may move, and what user code
+keeps of whole parameters."""
 
 from __future__ import annotations
 

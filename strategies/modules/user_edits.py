@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,12 @@ class UserEdits:
     `.data` or numpy) are not seen. What engines write outside of the two is not seen either.
     """
 
-    def __init__(self, model: nn.Module | None = None, optimizers: Mapping[str, Optimizer] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizers: Mapping[str, Optimizer] | None = None,
+        watch_draws: Callable[[], Callable[[], bool]] | None = None,
+    ) -> None:
         self._parameters = {} if model is None else dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._optimizers = optimizers or {}
@@ -33,21 +38,30 @@ class UserEdits:
         if model is not None and not self._with_gradients:
             for path, module in model.named_modules():
                 self._buffers += [(f"{path}.{name}" if path else name, module, name) for name in module._buffers]
+        self._watch_draws = watch_draws if self._are_sharded else None
+        self._has_drawn: Callable[[], bool] | None = None
         self._before: tuple[list[object], tuple[list[Any], list[int]]] | None = None
         self._found: Counter[str] = Counter()
         self.watches = bool(self._parameters or self._optimizers)
 
     def begin(self) -> None:
         self._before = self._of_model(), self._of_optimizers()
+        self._has_drawn = None if self._watch_draws is None else self._watch_draws()
 
     def end(self) -> None:
+        """Raise RuntimeError if weights or gradients that are sharded were changed, and random numbers drawn, of which
+        each rank has others."""
         if self._before is None:
             return
         before, now = self._before[0], self._of_model()
         if before != now:
             gradients = self._parameters if self._with_gradients else ()
             names = [*self._parameters, *gradients, *(name for name, *_ in self._buffers)]
-            self._found.update({name for name, a, b in zip(names, before, now, strict=True) if a != b})
+            found = {name for name, a, b in zip(names, before, now, strict=True) if a != b}
+            if self._has_drawn is not None and self._has_drawn():
+                self._before = None
+                raise _drawn(min(found))
+            self._found.update(found)
         held, holds = self._before[1], self._of_optimizers()
         if held[1] != holds[1] or len(held[0]) != len(holds[0]) or not all(map(operator.is_, held[0], holds[0])):
             self._found.update(self._changed(held[0], holds[0], held[1], holds[1]))
@@ -117,6 +131,15 @@ class UserEdits:
         places = [*written, *(i for i in written if self._are_sharded and hasattr(now[i], "_local_tensor"))]
         found = {i for i, one, other in zip(places, old, new, strict=False) if one != other}
         return {name for i, name in enumerate(names) if i in found or held[i] is not now[i]}
+
+
+def _drawn(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"a hook changes {name} (its values, gradient or requires_grad), of which each rank holds a shard, and draws "
+        "random numbers, which are others on each rank; do both within `with trainer.whole(module): ...`, where ranks "
+        "draw alike, or draw from a generator of your own that is seeded alike on all ranks "
+        "(torch.Generator().manual_seed(step), random.Random(step))"
+    )
 
 
 def version(tensor: Tensor) -> int:

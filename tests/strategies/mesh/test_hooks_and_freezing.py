@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -212,3 +213,47 @@ def test_a_model_takes_hooks_again_after_a_run() -> None:
     fit("tensor", 2, module, labeled(), max_epochs=1)
     module.net[0].up.register_forward_hook(normalized)
     assert len(module.net[0].up._forward_hooks) == 1
+
+
+class NoisyGradients(Perceptron):
+    """A factor that each rank draws for itself."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1 + 0.1 * torch.rand(()).item())
+
+
+class NoisyWeights(Perceptron):
+    @torch.no_grad()
+    def on_train_epoch_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.mul_(1 + 0.1 * random.random())
+
+
+class NoisyAlike(Perceptron):
+    """The same with a generator of its own, and with whole weights, for which all ranks draw what rank 0 draws."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        torch.rand(())
+        with self.trainer.whole(self):
+            for parameter in self.parameters():
+                parameter.data.mul_(1 + 0.1 * random.random())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        drawn = random.Random(self.global_step)
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1 + 0.1 * drawn.random())
+
+
+@pytest.mark.parametrize("make", [NoisyGradients, NoisyWeights])
+def test_hooks_that_scale_shards_by_what_each_rank_draws_are_refused(make: Callable[[], Module]) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"a hook changes net\.0\.bias .* and draws random numbers, which are others"
+    ):
+        fit("fsdp", 2, make(), labeled())
+
+
+def test_hooks_that_draw_alike_on_all_ranks_follow_one_process() -> None:
+    exact("fsdp", 2, NoisyAlike, n=17, seed=0)
