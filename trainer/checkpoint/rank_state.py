@@ -19,7 +19,7 @@ from lockstep.trainer.kept.agreed import alike, completed
 from lockstep.trainer.kept.owners import in_modes
 from lockstep.trainer.metrics.beside import counted_beside, take_beside
 from lockstep.trainer.metrics.entry import COMBINE
-from lockstep.trainer.metrics.updates import as_sent, growing, joined, leader_of, put_rows, rows_of
+from lockstep.trainer.metrics.updates import as_sent, growing, joined, leader_of, put_first, put_rows, rows_of
 from lockstep.trainer.seeding import derive, has, rng_state, seed_everything, set_rng_state
 from lockstep.trainer.setup import resume
 
@@ -97,6 +97,10 @@ def _beside(run: RunState) -> dict[str, tuple[Any, nn.Module]]:
     """The torchmetrics objects in lists and dicts of the module, and in callbacks, each with what is held there."""
     found = {} if run.attributes is None else run.attributes.metrics()
     return {f"{_BESIDE}{name}": each for name, each in found.items()}
+
+
+def _metrics(run: RunState, module: Module) -> dict[str, Any]:
+    return torchmetrics_of(module) | {name: metric for name, (metric, _) in _beside(run).items()}
 
 
 def restore_reload(run: RunState, reload: Reload, checkpoint: Checkpoint) -> None:
@@ -271,9 +275,10 @@ def _restore_torchmetrics(
     run: RunState, module: Module, saved: list[dict[str, Any]], read: Callable[[str], Tensor]
 ) -> None:
     """Give this rank the sums of saved ranks, which no other rank takes."""
-    beside = {name: metric for name, (metric, _) in _beside(run).items()}
-    for name, metric in (torchmetrics_of(module) | beside).items():
-        if not holds_states(metric) or (name in beside and all(name not in each["torchmetrics"] for each in saved)):
+    for name, metric in _metrics(run, module).items():
+        if not holds_states(metric) or (
+            name.startswith(_BESIDE) and all(name not in each["torchmetrics"] for each in saved)
+        ):
             continue
         metric.reset()
         added: list[list[int]] = []
@@ -283,15 +288,13 @@ def _restore_torchmetrics(
             entry = unpack(rank_state["torchmetrics"][name], read)
             if not entry["count"]:
                 continue
-            own = metric.metric_state
-            if entry["state"].keys() != own.keys() or not all(
-                isinstance(entry["state"][key], (Tensor, list)) for key in own
-            ):
+            own, held = metric.metric_state, entry["state"]
+            if held.keys() != own.keys() or not all(isinstance(held[key], (Tensor, list)) for key in own):
                 raise ValueError(
                     f"torchmetric {name} has the state {sorted(own)}, tensors and lists, but the checkpoint has "
                     "different state"
                 )
-            state = on_device_of(metric, entry["state"])
+            state = on_device_of(metric, held)
             if metric._update_count:
                 join_states(metric, state, "resume on as many ranks, or a checkpoint of the end of an epoch")
             else:
@@ -309,27 +312,15 @@ def _restore_rows(
 ) -> None:
     """Give the first rank what the lists of all saved ranks hold, in the order of one process, and the others none of
     it. Each has as many updates, so that those to come follow in turn."""
-    beside = {name: metric for name, (metric, _) in _beside(run).items()}
-    for name, metric in (torchmetrics_of(module) | beside).items():
+    for name, metric in _metrics(run, module).items():
         names = growing(metric) if holds_states(metric) else []
         packed = [entry for state in saved if (entry := state["torchmetrics"].get(name, {})).get("count")]
         if not names or not packed:
             continue
         found: list[dict[str, Any]] = [unpack(entry, read) for entry in packed] if is_first else []
-        parts = [
-            as_sent(metric, {key: each["state"][key] for key in names}, each["count"], each.get("added") or [])
-            for each in found
-        ]
-        rows = on_device_of(metric, joined(parts))
-        for key in names:
-            now, held = metric._defaults[key], rows.get(key, [])
-            if isinstance(now, list):
-                setattr(metric, key, held)
-            else:
-                setattr(metric, key, torch.stack(held) if held else now.detach().clone().to(metric.device))
-        metric._update_count = max(entry["count"] for entry in packed)
-        none = [[0] * len(names)] * (metric._update_count - 1)
-        put_rows(metric, [*none, [len(rows.get(key, ())) for key in names]])
+        states = [{key: each["state"][key] for key in names} for each in found]
+        parts = [as_sent(metric, s, e["count"], e.get("added") or []) for s, e in zip(states, found, strict=True)]
+        put_first(metric, on_device_of(metric, joined(parts)), max(entry["count"] for entry in packed))
 
 
 def _restore_streams(run: RunState, saved: list[dict[str, Any]], read: Callable[[str], Tensor]) -> None:

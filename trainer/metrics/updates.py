@@ -63,6 +63,19 @@ def put_rows(metric: Any, rows: list[list[int]] | None) -> None:
         vars(metric).pop(ADDED, None)
 
 
+def put_first(metric: Any, rows: Mapping[str, list[Any]], count: int) -> None:
+    """Let its states that grow hold these items (those that are not given nothing) as if the last of `count` updates
+    had added them all."""
+    names = growing(metric)
+    for name in names:
+        begin, held = metric._defaults[name], rows.get(name, [])
+        if not isinstance(begin, list):
+            held = torch.stack(held) if held else begin.detach().clone().to(metric.device)
+        setattr(metric, name, held)
+    metric._update_count = count
+    put_rows(metric, [*[[0] * len(names)] * (count - 1), [len(rows.get(name, ())) for name in names]])
+
+
 def leader_of(metric: Any, module: nn.Module) -> Any:
     """The metric that a MetricCollection of `module` updates for this one, whose states it shares; else itself."""
     collections: list[Any] = [each for each in module.modules() if getattr(each, "_groups_checked", False)]
