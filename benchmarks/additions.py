@@ -57,7 +57,7 @@ from lockstep.callbacks import Callback, ChannelsLast
 from lockstep.strategies.launch import environment, launcher
 from lockstep.strategies.launch.process_group import destroy_process_group, init_process_group
 
-WARMUP_STEPS, WARMUP_WINDOWS = 3, 2
+WARMUP_STEPS, WARMUP_WINDOWS = 3, 17  # in 16 steps ranks look whether an optimizer draws
 ACCUMULATE = 8
 EACH, NO_SYNC, LOCKSTEP = "by hand, exchanges in each backward", "by hand, no_sync", "lockstep"
 NUM_TENSORS = 1000
