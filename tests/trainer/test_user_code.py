@@ -401,12 +401,19 @@ class RenamesAtTheEnd(Base):
         del self.net
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
-def test_a_rename_that_cannot_be_brought_back_is_refused(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
+def test_a_rename_is_brought_back(strategy: str) -> None:
+    alone, found = fitted(RenamesAtTheEnd(), "single", 1), fitted(RenamesAtTheEnd(), strategy, 2)
+    assert not hasattr(found, "net") and alone.state_dict().keys() == found.state_dict().keys()
+    for one, other in zip(alone.parameters(), found.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_a_rename_that_cannot_be_brought_back_is_refused() -> None:
     with pytest.raises(
         RuntimeError, match=r"other parameters or buffers after the run .*body.0.*which \w+ cannot bring"
     ):
-        fitted(RenamesAtTheEnd(), strategy, 2)
+        fitted(RenamesAtTheEnd(), "pipeline", 2)
 
 
 @pytest.mark.parametrize(
