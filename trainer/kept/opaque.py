@@ -28,8 +28,9 @@ from lockstep.trainer.kept.identity import names_of
 from lockstep.trainer.kept.owners import is_users_object, parts, with_networks
 from lockstep.trainer.kept.values import MOST_ITEMS, SAVED, STATEFUL, Mark, Marks, filled, is_data, is_savable, mark_of
 
-_MOST_BYTES = 2**26
-"""Of larger objects nothing is known."""
+_MOST_BYTES, _MOST_PARTS = 2**26, 2**16
+"""Of larger objects, and of those that hold more others, nothing is known."""
+_ATOMS = frozenset({NoneType, bool, int, float, complex, str, bytes})
 _OF_PROCESS = ("_thread", "threading", "multiprocessing", "concurrent", "lockstep", "socket", "subprocess", "logging")
 """Packages whose objects belong to the process that has made them."""
 _OTHERWISE = (*SAVED, Tensor, *STATEFUL, Dataset, DataLoader, Sampler, Callback, RemovableHandle)
@@ -49,16 +50,21 @@ class Pickler(payload.Pickler):
 
 
 class _Strict(Pickler):
-    """Refuses what another process would not have, or not as it is here."""
+    """Refuses what another process would not have, or not as it is here, and what is too much to be read."""
+
+    is_limited = True
+    _parts = 0
 
     def persistent_id(self, obj: Any) -> Any:
+        self._parts += 1
+        kind: Any = type(obj)
+        if self.is_limited and (self._parts > _MOST_PARTS or _is_large(obj, kind)):
+            raise pickle.PicklingError("it is large")
+        if kind in _ATOMS:  # most of what is in large lists
+            return None
         name = super().persistent_id(obj)
-        if name is None and not isinstance(obj, (type, FunctionType)):
-            kind: Any = type(obj)
-            package = str(kind.__module__).partition(".")[0]
-            is_of_tensor = isinstance(obj, Tensor) and kind not in (Tensor, nn.Parameter)
-            if is_of_tensor or isinstance(obj, STATEFUL) or package in _OF_PROCESS or _is_distributed(kind):
-                raise pickle.PicklingError(f"a {kind.__qualname__} belongs to its process")
+        if name is None and _is_of_process(kind):
+            raise pickle.PicklingError(f"a {kind.__qualname__} belongs to its process")
         return name
 
     def reducer_override(self, obj: Any) -> Any:
@@ -73,8 +79,22 @@ def is_opaque(value: Any) -> bool:
     return not isinstance(value, _OTHERWISE) and not is_data(value)
 
 
-def _is_distributed(kind: type) -> bool:
-    return kind.__module__.startswith(("torch.distributed", "torch._C._distributed"))
+def _is_large(value: Any, kind: type) -> bool:
+    """Whether pickling it would copy more than is known of one object, such as a file that is mapped or what a GPU
+    holds."""
+    if kind is torch.UntypedStorage:
+        return value.nbytes() > _MOST_BYTES
+    return issubclass(kind, np.ndarray) and value.nbytes > _MOST_BYTES
+
+
+@functools.cache
+def _is_of_process(kind: Any) -> bool:
+    if issubclass(kind, (type, FunctionType)):
+        return False
+    if issubclass(kind, STATEFUL) or (issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter)):
+        return True
+    module = str(kind.__module__)
+    return module.startswith(("torch.distributed", "torch._C._distributed")) or module.partition(".")[0] in _OF_PROCESS
 
 
 class _Digest(io.RawIOBase):
@@ -100,7 +120,7 @@ def fingerprint(value: Any, known: Mapping[int, str]) -> bytes | None:
     another process could not have. `known`: by id the names of what both have."""
     file = _Digest(None if isinstance(value, nn.Module) else _MOST_BYTES)
     pickler = _Strict(file, lambda buffer: file.write(buffer.raw()) < 0)  # type: ignore[arg-type]
-    pickler.known = known
+    pickler.known, pickler.is_limited = known, not isinstance(value, nn.Module)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of iterators, which Python stops pickling with 3.14
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from sklearn.preprocessing import MinMaxScaler
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
+from lockstep.trainer.kept.opaque import fingerprint
 from tests.trainer.run.test_resume_attributes import Save, fit
 from tests.trainer.toy import Net, equal, weights
 
@@ -261,3 +263,16 @@ def test_what_was_changed_in_place_is_named_after_an_epoch_too(
         fit(tmp_path / "end 0", ChangesInPlace)
     names = f"array, letters, part, scaler, {__name__}.counted, turns"
     assert f": {names}; they begin" in caplog.text
+
+
+def test_of_large_objects_nothing_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "samples").open("wb") as file:
+        file.truncate(2**28)
+    mapped = np.memmap(tmp_path / "samples", np.uint8, "r")
+    tracemalloc.start()
+    try:
+        for large in (mapped, [mapped], torch.from_numpy(np.zeros(2**25))[:2], [*range(2**17)]):
+            assert fingerprint(large, {}) is None
+        assert tracemalloc.get_traced_memory()[1] < 2**28 + 2**27  # of which the zeros are the most
+    finally:
+        tracemalloc.stop()
