@@ -68,7 +68,8 @@ def put_first(metric: Any, rows: Mapping[str, list[Any]], count: int) -> None:
     had added them all."""
     names = growing(metric)
     for name in names:
-        begin, held = metric._defaults[name], rows.get(name, [])
+        begin: Any = metric._defaults[name]
+        held: Any = rows.get(name, [])
         if not isinstance(begin, list):
             held = torch.stack(held) if held else begin.detach().clone().to(metric.device)
         setattr(metric, name, held)
