@@ -231,6 +231,10 @@ class Changes:
         """The objects that attributes are, where that can be known later."""
         return references(dict(self._owners()))
 
+    def made_at_start(self) -> set[tuple[int, str]]:
+        """By the `id` of owners the attributes that were there as the first step began, which every run makes."""
+        return {(id(owner), name) for path, owner in self._owners() for name in self._had.get(path, ())}
+
     def since(self, held: Mapping[str, Reference]) -> tuple[list[str], list[str]]:
         """The names of attributes that are the objects that were `held`; and of those that are others now, while
         somebody still holds the former."""

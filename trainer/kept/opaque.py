@@ -76,7 +76,8 @@ class _Strict(Pickler):
 
 def is_opaque(value: Any) -> bool:
     """Whether it may be an object whose content only pickle knows: not data, nor what is known in other ways."""
-    return not isinstance(value, _OTHERWISE) and not is_data(value)
+    is_empty = isinstance(value, Namespace) and not value  # as reading `hparams` makes it
+    return not isinstance(value, _OTHERWISE) and not is_data(value) and not is_empty
 
 
 def _is_large(value: Any, kind: type) -> bool:

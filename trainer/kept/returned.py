@@ -264,9 +264,9 @@ class Left:
             if is_opaque(value := variable.read()):
                 yield ("", name), value
 
-    def packed(self, module: nn.Module) -> tuple[bytes, list[Any]]:
+    def packed(self, module: nn.Module, again: Collection[tuple[int, str]] = ()) -> tuple[bytes, list[Any]]:
         """The values, and the bytes of tensors and arrays. Of tensors of layers not views of weights, which follow
-        these where they are."""
+        these where they are. `again`: what every run makes, by the `id` of the owner."""
         self._holders.follow(module)
         owners, weights, known = self._holders.all, storages(in_state_dict(module)), self._known()
         found: dict[str, Any] = {"attributes": {}, "variables": {}, "gone": self._gone.names(owners)}
@@ -296,11 +296,11 @@ class Left:
                 found["variables"][name] = value
         found["sums"] = [name for name, number in self._holders.sums().items() if number > self._sums.get(name, 0)]
         found["derived"] = {path: on_host(derived(layer)) for path, layer in module.named_modules() if derived(layer)}
-        self._add_opaque(found, known, stays)
+        self._add_opaque(found, known, stays, again)
         buffers: list[Any] = []
         return dumped(found, known, buffers), buffers
 
-    def _add_opaque(self, found: dict[str, Any], known: Mapping[int, str], stays: Collection[str]) -> None:
+    def _add_opaque(self, found: dict[str, Any], known: Any, stays: Collection[str], again: Collection[Any]) -> None:
         """What only pickle can send, and the names of what it cannot."""
         found["opaque"], found["variables_of_pickle"], found["changed"], found["made"] = {}, {}, [], []
         named = self._holders.named
@@ -308,12 +308,11 @@ class Left:
             if path in stays or _is_returned(value, known):
                 continue
             first, now = self._prints.get((path, name)), fingerprint(value, known)
-            if first is None and not self._is_new(path, name, value):
-                continue
-            if now == first and now is not None:
+            if (first is None and not self._is_new(path, name, value)) or (now == first and now is not None):
                 continue
             if now is None or not arrives(value, known, named):
-                if not any(isinstance(part, STATEFUL) for part in parts(value)):  # optimizers are known in another way
+                is_made = first is None and (id(self._holders.all.get(path)), name) in again
+                if not is_made and not any(isinstance(each, STATEFUL) for each in parts(value)):  # known otherwise
                     found["changed" if first else "made"].append(self._shown(path, name))
             else:
                 (found["opaque"].setdefault(path, {}) if path else found["variables_of_pickle"])[name] = value

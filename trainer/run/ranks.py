@@ -154,7 +154,7 @@ def _on_rank(
     if not run.is_global_zero:
         return {}
     kept = {
-        "left": left.packed(module),
+        "left": left.packed(module, run.attributes.made_at_start() if run.attributes else ()),
         "hooks": left_on_ranks.left(module, hooks),
         "optimizers": left_on_ranks.stepped(module, optimizers),
         "children": _exchanged(paths),

@@ -21,6 +21,7 @@ from sklearn.preprocessing import MinMaxScaler
 from torch import nn
 from torchmetrics import SumMetric
 
+from lockstep import Module
 from lockstep.callbacks import Callback
 from tests.trainer.toy import Net, distance, loader, quiet, weights
 
@@ -164,16 +165,24 @@ def test_what_hooks_make_is_there_in_the_next_fit() -> None:
     assert distance(trained[1], trained[0]) < 1e-12
 
 
+class Inner(Module):
+    """Has no hyperparameters."""
+
+
 class KeepsGenerator(Net):
     """Holds what cannot be sent: in the place of an object that could, and made by a hook."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.own = SimpleNamespace(turns=itertools.count())
+        self.own, self.inner = SimpleNamespace(turns=itertools.count()), Inner()
 
     def on_fit_start(self) -> None:
         self.own.turns = (number for number in range(9))
+        self.opened = (number for number in range(9))  # by every run, and so not named
+
+    def on_train_epoch_start(self) -> None:
         self.later = (number for number in range(9))
+        assert not self.inner.hparams
 
 
 def test_what_cannot_be_sent_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -183,7 +192,7 @@ def test_what_cannot_be_sent_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert "SimpleNamespace.turns changed on the ranks, which have ended, and cannot be sent back" in caplog.text
     with caplog.at_level(logging.WARNING, "lockstep"):
         quiet(**RANKS).fit(module, loader(16, 4))
-    assert "the last run has made KeepsGenerator.later on its ranks" in caplog.text
+    assert "the last run has made KeepsGenerator.later on its ranks, which" in caplog.text
 
 
 class Normed(Net):
