@@ -58,14 +58,15 @@ def refuse_left(module: nn.Module) -> None:
 
 def optimizers_of(module: nn.Module) -> dict[str, Optimizer]:
     """Those in attributes of the module and in lists, tuples and dicts there, by name."""
-    found = dict[str, Any]()
+    found = dict[str, Optimizer]()
     for name, held in vars(module).items():
         if isinstance(held, (list, tuple)):
-            found |= {f"{name}[{number}]": each for number, each in enumerate(held)}
+            found |= {f"{name}[{number}]": each for number, each in enumerate(held) if isinstance(each, Optimizer)}
         elif isinstance(held, dict):
-            found |= {f"{name}[{key!r}]": each for key, each in held.items() if isinstance(key, str)}
-        found[name] = held
-    return {name: held for name, held in found.items() if isinstance(held, Optimizer)}
+            found |= {f"{name}[{k!r}]": v for k, v in held.items() if isinstance(v, Optimizer) and isinstance(k, str)}
+        elif isinstance(held, Optimizer):
+            found[name] = held
+    return found
 
 
 def watched(module: nn.Module) -> dict[str, tuple[Optimizer, OptimizerValues]]:

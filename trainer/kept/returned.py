@@ -258,7 +258,7 @@ class Left:
         """Owner and name of objects other than data, and variables of functions that hold such."""
         for path, owner in self._holders.all.items():
             for name, value in with_networks(owner, self._holders.module).items():
-                if is_opaque(value) and (path not in self._holders.read or _is_light(value)):
+                if (path not in self._holders.read or _is_light(value)) and is_opaque(value):  # which reads all
                     yield (path, name), value
         for name, variable in self._holders.variables.items():
             if is_opaque(value := variable.read()):
