@@ -107,9 +107,10 @@ class Holders:
     def given(self) -> dict[str, tuple[bytes, tuple[bytes, list[Any]]]]:
         """In the program: of variables what a rank that imports their files does not find there, pickled, each with
         what tells whether it does."""
-        known, found = {id(each): name for name, each in self.named.items()}, {}
+        named, found = self.named, {}
+        known = {id(each): name for name, each in named.items()}
         for name, value in self._not_imported():
-            if made := fingerprint(value, known):
+            if (made := fingerprint(value, known)) and arrives(value, known, named):
                 buffers: list[Any] = []
                 found[name] = made, (dumped(value, known, buffers), buffers)
         return found

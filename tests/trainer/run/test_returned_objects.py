@@ -23,6 +23,7 @@ from torchmetrics import SumMetric
 
 from lockstep import Module
 from lockstep.callbacks import Callback
+from lockstep.trainer.kept.returned import Holders
 from tests.trainer.toy import Net, distance, loader, quiet, weights
 
 pytestmark = pytest.mark.ranks
@@ -123,6 +124,25 @@ def shown(options: dict[str, Any]) -> list[Any]:
 
 def test_objects_that_hooks_change_in_place_come_back() -> None:
     assert shown(RANKS) == shown({})
+
+
+class Refused(Exception):
+    """Can be pickled, but not made again of that."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name} {why}")
+
+
+def test_variables_that_cannot_arrive_are_not_sent_to_ranks() -> None:
+    refused, sent = Refused("a", "b"), [itertools.count()]
+
+    class Names(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return refused, sent
+
+    holders = Holders([], Names(), [], {})
+    assert {name.rpartition(".")[2] for name in holders.variables} >= {"refused", "sent"}
+    assert [name.rpartition(".")[2] for name in holders.given()] == ["sent"]
 
 
 class MakesNetworks(Net):
