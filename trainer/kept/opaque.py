@@ -123,7 +123,7 @@ def fingerprint(value: Any, known: Mapping[int, str]) -> bytes | None:
     pickler = _Strict(file, lambda buffer: file.write(buffer.raw()) < 0)  # type: ignore[arg-type]
     pickler.known, pickler.is_limited = known, not isinstance(value, nn.Module)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of iterators, which Python stops pickling with 3.14
+        warnings.simplefilter("ignore")  # also of iterators, which Python stops pickling with 3.14
         try:
             pickler.dump(value)
         except Exception:  # whatever the code of its class raises

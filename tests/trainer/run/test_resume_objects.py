@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tracemalloc
+import warnings
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -220,6 +221,14 @@ class Part(dict[str, float]):
     """A dict of a class of its own, which checkpoints do not hold."""
 
 
+class Warns:
+    """Says something when it is pickled."""
+
+    def __getstate__(self) -> Any:
+        warnings.warn("pickled", UserWarning, stacklevel=1)
+        return {"a": 1}
+
+
 class Array(np.ndarray[Any, Any]):
     """Another."""
 
@@ -263,6 +272,10 @@ def test_what_was_changed_in_place_is_named_after_an_epoch_too(
         fit(tmp_path / "end 0", ChangesInPlace)
     names = f"array, letters, part, scaler, {__name__}.counted, turns"
     assert f": {names}; they begin" in caplog.text
+
+
+def test_what_classes_warn_of_as_they_are_pickled_is_not_shown() -> None:
+    assert fingerprint([Warns()], {}) is not None
 
 
 def test_of_large_objects_nothing_is_read(tmp_path: Path) -> None:
