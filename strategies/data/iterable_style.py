@@ -162,6 +162,12 @@ class Streamed(Source):
         except Exception:  # it has a state from `__iter__` on, which then also begins it again
             self._began = -1, None
 
+    def put_back(self) -> None:
+        if self._began[0] >= 0:
+            self.stateful.load_state_dict(self._began[1])
+            self._began = -1, None
+        self._state.put_back()
+
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:
             return dict(self._loaded)

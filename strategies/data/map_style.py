@@ -148,6 +148,9 @@ class Indexed(Source):
                     return batch
         return None
 
+    def put_back(self) -> None:
+        self.sample_order.put_back()
+
     def state_dict(self) -> dict[str, Any]:
         return self.sample_order.state_dict()
 

@@ -119,6 +119,11 @@ class Combined(Source):
     def rows_each(self) -> list[tuple[float, float]]:
         return [rows for source in self._sources.values() for rows in source.rows_each]
 
+    def put_back(self) -> None:
+        for source, state in zip(self._sources.values(), self._states, strict=True):
+            source.put_back()
+            state.put_back()
+
     def state_dict(self) -> dict[str, Any]:
         states = [state.state_dict() for state in self._states]
         return {"loaders": states} if any(states) else {}

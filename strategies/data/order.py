@@ -7,22 +7,19 @@ import re
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lockstep.strategies.data.fetchers import Once, escaped
 from lockstep.strategies.data.permutation import Permutation, mix
 from lockstep.strategies.data.randomness import EPOCHS, Randomness, announce
 from lockstep.strategies.data.source import Share, length_of, name_of, parts_within
-from lockstep.strategies.launch.program.generators import generator_content, generator_of, generators
+from lockstep.strategies.launch.program.attributes import Attributes
 
 READ_AHEAD, _READ_AHEAD_BATCHES = 1024, 32
 """Indices, or batches of them, of a user's sampler that are read at once, as switching the random state costs about 0.1
@@ -52,14 +49,21 @@ class SamplerState:
         if self._sampler is None:
             return
         if epoch == self._epoch:
-            self._sampler.load_state_dict(
-                self._began if isinstance(self._sampler, Attributes) else deepcopy(self._began)
-            )
+            self._put_began()
         else:
             if self._loaded is not None:
                 self._sampler.load_state_dict(self._loaded)
             self._epoch, self._began = epoch, self._held()
         self._loaded = None
+
+    def put_back(self) -> None:
+        """Let the sampler be as before its epoch was read, and as if it had not been."""
+        if self._epoch >= 0 and not (isinstance(self._sampler, Attributes) and self._sampler.lacks(self._held())):
+            self._put_began()
+        self._epoch, self._began = -1, None
+
+    def _put_began(self) -> None:
+        self._sampler.load_state_dict(self._began if isinstance(self._sampler, Attributes) else deepcopy(self._began))
 
     def state_dict(self) -> dict[str, Any]:
         if self._sampler is None or self._epoch < 0:
@@ -69,8 +73,10 @@ class SamplerState:
         if not isinstance(self._sampler, Attributes):
             return state
         changed = self._sampler.changed(now) | self._sampler.changed(self._began)
+        if not changed or self._sampler.lacks(now):
+            return {}
         own = {key: {name: state[key][name] for name in changed if name in state[key]} for key in self.KEYS[1:]}
-        return state | own | {ATTRIBUTES: True} if changed else {}
+        return state | own | {ATTRIBUTES: True}
 
     def _held(self) -> Any:
         held = self._sampler.state_dict()
@@ -81,129 +87,21 @@ class SamplerState:
         of_attributes = bool(state.get(ATTRIBUTES))
         if set(state) - {ATTRIBUTES} != set(self.KEYS) or isinstance(self._sampler, Attributes) is not of_attributes:
             return of_attributes
-        self._epoch, self._began, self._loaded = (state[key] for key in self.KEYS)
+        self._epoch, self._began, now = (state[key] for key in self.KEYS)
+        if of_attributes:  # now, as hooks may change them before the epoch begins
+            self._sampler.resume(now, now.keys() | self._began.keys())
+        else:
+            self._loaded = now
         return True
 
 
 ATTRIBUTES = "attributes"
 """In a state of `SamplerState`: it is of `Attributes`, which nothing else needs."""
-_MOST_ITEMS, _MOST_BYTES = 2**20, 2**24
-_SCALARS = {type(None), bool, int, float, str}
-_NOTHING = object()
-
-
-class Attributes:
-    """The state of a user's sampler or iterable dataset that has no `state_dict`: its attributes, and those of samplers
-    in it, that are numbers, strings, lists, tuples and dicts of them, tensors, arrays and generators of random numbers,
-    but for large ones. They are put into the objects that are there."""
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-        self._first = self.state_dict()
-        self._known: set[str] = set()
-        """Of what the run that is resumed had changed."""
-
-    def state_dict(self) -> dict[str, Any]:
-        found = ((path, _content(value)) for path, _, value in _attributes(self._owner))
-        return {path: content for path, content in found if content is not None}
-
-    def changed(self, state: Mapping[str, Any]) -> set[str]:
-        """The names of what is not in `state` as it was at first."""
-        names = {name for name, content in state.items() if not _is_same(content, self._first.get(name))}
-        return names | (self._known & state.keys())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._known |= self.changed(state)
-        for path, content in state.items():
-            holder, name = self._owner, path
-            while "." in name:
-                inner, name = name.split(".", 1)
-                holder = vars(holder).get(inner)
-            now = vars(holder).get(name) if hasattr(holder, "__dict__") else None
-            if holder is not None and not _is_same(_content(now), content):
-                vars(holder)[name] = _put(now, content)
 
 
 def _with_state(owner: Any) -> Any:
     own = hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
     return owner if own and not isinstance(owner, DataLoader) else Attributes(owner)
-
-
-def _attributes(owner: Any, before: str = "", depth: int = 3) -> Iterator[tuple[str, Any, Any]]:
-    for name, value in list(getattr(owner, "__dict__", {}).items()):
-        if isinstance(value, Sampler) and depth:
-            yield from _attributes(value, f"{before}{name}.", depth - 1)
-        else:
-            yield f"{before}{name}", owner, value
-
-
-def _content(value: Any) -> dict[str, Any] | None:
-    """A copy of what an attribute holds, in data that a checkpoint holds; None if it is not kept."""
-    if isinstance(value, generators()):
-        found = generator_content(value)
-        return None if found is None or found["kind"] == "cuda" else {"generator": deepcopy(found)}
-    if type(value) is Tensor:
-        is_kept = value.is_cpu and value.layout == torch.strided and value.nbytes <= _MOST_BYTES
-        return {"value": value.detach().clone()} if is_kept and not value.requires_grad else None
-    if type(value) is np.ndarray:
-        return {"value": value.copy()} if value.dtype.kind in "biuf" and value.nbytes <= _MOST_BYTES else None
-    if type(value) is list and len(value) <= _MOST_ITEMS and set(map(type, value)) == {int}:
-        with suppress(OverflowError):
-            return {"numbers": np.array(value, dtype=np.int64)}
-    copied = _copied(value)
-    return None if copied is _NOTHING else {"value": copied}
-
-
-def _copied(value: Any) -> Any:
-    """A deep copy of data, which of many numbers and strings takes less time than Python's; else `_NOTHING`."""
-    kind: Any = type(value)
-    if kind in _SCALARS:
-        return value
-    if kind not in (list, tuple, dict) or len(value) > _MOST_ITEMS or (kind is dict and not _are_scalars(value)):
-        return _NOTHING
-    items = list(value.values()) if kind is dict else list(value)
-    if not _are_scalars(items):
-        items = [*map(_copied, items)]
-        if any(item is _NOTHING for item in items):
-            return _NOTHING
-    return dict(zip(value, items, strict=True)) if kind is dict else kind(items)
-
-
-def _are_scalars(values: Iterable[Any]) -> bool:
-    return set(map(type, values)) <= _SCALARS
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return bool(one.dtype == other.dtype and np.array_equal(one, other))
-    return bool(one == other)
-
-
-def _put(now: Any, content: Mapping[str, Any]) -> Any:
-    """The attribute with that content: the object that it is now, as others may hold it, if it is of the kind."""
-    if "generator" in content:
-        return generator_of(content["generator"], now)
-    value = content["numbers"].tolist() if "numbers" in content else deepcopy(content["value"])
-    if type(now) is not type(value):
-        return value
-    if isinstance(now, list):
-        now[:] = value
-    elif isinstance(now, dict):
-        now.clear()
-        now.update(value)
-    elif isinstance(now, Tensor) and (now.shape, now.dtype) == (value.shape, value.dtype):
-        now.copy_(value)
-    elif isinstance(now, np.ndarray) and (now.shape, now.dtype) == (value.shape, value.dtype) and now.flags.writeable:
-        now[...] = value
-    else:
-        return value
-    return now
 
 
 def other_indices(sampler: str, kind: str, place: str, first: int) -> RuntimeError:
@@ -286,6 +184,9 @@ class SampleOrder:
         if self.length is None or not self.drop_last:
             return self.length
         return self.length - self.length % self.unit
+
+    def put_back(self) -> None:
+        self._state.put_back()
 
     def state_dict(self) -> dict[str, Any]:
         return self._state.state_dict()

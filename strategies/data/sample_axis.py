@@ -108,8 +108,8 @@ class Repeated:
         if named and self._others and not self._left:
             warnings.warn(
                 f"{', '.join(named)} had the same values in the first {_COMPARED} batches, and strategy {strategy!r} "
-                "has split it, as it has as many rows as there are samples; if it is not of the samples, keep it in the "
-                "module (register_buffer) instead of the batch, else ignore this",
+                "has split it, as it has as many rows as there are samples; if it is not of the samples, keep it in "
+                "the module (register_buffer) instead of the batch, else ignore this",
                 stacklevel=2,
             )
         if not self._left:

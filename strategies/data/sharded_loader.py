@@ -135,9 +135,8 @@ class ShardedLoader:
 
         `limit` is the number of batches (as in `len`) of the whole epoch. To start later costs nothing
         where the order is computed; other samplers and iterables are replayed and skipped, unless
-        `load_state_dict` brought an iterable dataset's own state. Every rank calls it alike and reads
-        equally many windows. Raises ValueError for a loader that yields nothing, RuntimeError where an
-        iterator is read a second time.
+        `load_state_dict` brought an iterable dataset's own state. Every rank calls it alike and reads equally many
+        windows. Raises ValueError for a loader that yields nothing, RuntimeError for an iterator read a second time.
         """
         if start < 0 or (limit is not None and limit < 0):
             raise ValueError(f"start and limit must not be negative, but start is {start} and limit is {limit}")
@@ -286,12 +285,13 @@ class ShardedLoader:
         share = replace(self._source.share, rank=virtual[0], virtual=tuple(virtual))
         self._source = source_of(self.loader, share, self._shuffle)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of an iterable dataset that has its own, after the last window read; else {}.
+    def put_back(self) -> None:
+        """Let the sampler, or iterable dataset read without workers, be as before the last `windows` were read."""
+        self._source.put_back()
 
-        A dataset's copies in DataLoader workers are out of reach: then it is {}, and resuming replays.
-        The state is the same on all ranks, unless the dataset shards itself.
-        """
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the sampler, or of an iterable dataset read without workers, after the last window read: the
+        same on all ranks unless the dataset shards itself. Else {}, and resuming replays."""
         return self._source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], ranks: int = 0) -> None:

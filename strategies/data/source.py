@@ -120,6 +120,10 @@ class Source(ABC):
         return [(self.least, self.most)]
 
     @abstractmethod
+    def put_back(self) -> None:
+        """Let the user's samplers, and iterable datasets read in this process, be as before the epoch was read."""
+
+    @abstractmethod
     def pieces(self, epoch: int, start: int, limit: int | None) -> Iterator[Piece]: ...
 
     @abstractmethod

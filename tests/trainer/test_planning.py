@@ -32,7 +32,7 @@ from tests.trainer.toy import Net, loader
 SLOW = pytest.mark.slow
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
-    "seed": 3,  # of which the rounds that are looked at have clients on all ranks
+    "seed": 3,  # with which the planned rounds have clients on all ranks
     "logger": False,
     "enable_checkpointing": False,
     "enable_progress_bar": False,

@@ -292,8 +292,7 @@ def _evaluate_loader(
             metrics.samples += micro_batch.num_samples
             metrics.is_ambiguous = micro_batch.is_ambiguous and (shares is not None or strategy.topology.data_size > 1)
             real = micro_batch.num_samples > 0
-            data_size = strategy.topology.data_size
-            most = data_size - 1 if loader.is_even else (data_size - 1) * micro_batch.num_samples
+            most = (strategy.topology.data_size - 1) * (1 if loader.is_even else micro_batch.num_samples)
             idle = window.num_samples <= most  # so that some rank may have none
             if real:
                 _call(what.batch_start, batch, batch_idx, index, idle=idle)
@@ -310,6 +309,8 @@ def _evaluate_loader(
                 outputs.append([batch_idx, part, on_host(output)])
         if shares is not None:
             shares.leave(*places, batch_idx)
+    if run.paused is not None:
+        loader.put_back()
     return outputs
 
 
@@ -337,8 +338,7 @@ def call_at_epoch_end(run: RunState, hook: Callable[[], Any], name: str) -> None
         raise RuntimeError(
             f"{name} failed on rank {run.rank}, which has seen no sample in this epoch "
             f"({type(error).__name__}: {error}); log in the step, which is exact on any number of ranks, let the hook "
-            "do without "
-            "samples, or use fewer ranks or a smaller batch_size"
+            "do without samples, or use fewer ranks or a smaller batch_size"
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,95 @@ def test_every_validation_reads_the_same_of_a_sampler_that_draws_by_itself() -> 
         DataLoader(SAMPLES, 8, sampler=Drawing()),  # type: ignore[arg-type]
     )
     assert len(read) == 3 and read[0] == read[1] == read[2]
+
+
+class Opening(IterableDataset[Any]):
+    """Makes an object that cannot be saved as it is first read, and notes that it is there."""
+
+    def __init__(self) -> None:
+        self.is_open, self.lock, self.opened = False, None, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.is_open:
+            self.is_open, self.lock, self.opened = True, threading.Lock(), self.opened + 1
+        assert self.lock is not None
+        with self.lock:
+            return iter(SAMPLES)
+
+
+def test_what_says_that_an_object_is_there_is_not_saved_without_it(tmp_path: Path) -> None:
+    _, trainer = fit(Opening(), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "end")
+    fit(resumed := Opening(), tmp_path / "end")
+    quiet(max_epochs=3).fit(net(), DataLoader(data(8), 8), DataLoader(watched := Opening(), 8))
+    assert resumed.opened == watched.opened == 1
+
+
+class Staged(Sampler[int]):
+    """What hooks set decides what is read."""
+
+    def __init__(self) -> None:
+        self.stage, self.size, self.longest, self.read = 0, np.int64(1), np.ones(1, np.longdouble), list[int]()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        self.read.append(self.stage)
+        self.size, self.longest = self.size + 1, self.longest * 2
+        return iter(range(int(self.size), int(self.size) + 8))
+
+
+class Staging(Net):
+    samplers: Any
+    seen: Any
+
+    def on_train_epoch_start(self) -> None:
+        self.samplers[0].stage = self.current_epoch
+
+    def on_validation_end(self) -> None:
+        self.samplers[1].stage += 10
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(self.samplers[1].stage)
+
+
+def test_what_hooks_set_in_samplers_between_epochs_and_validations_stays(tmp_path: Path) -> None:
+    def staged(max_epochs: int, ckpt: Path | None = None) -> tuple[Any, Any]:
+        module = Staging()
+        module.samplers, module.seen = (Staged(), Staged()), []
+        loaders = [DataLoader(SAMPLES, 8, sampler=sampler) for sampler in module.samplers]  # type: ignore[arg-type]
+        trainer = quiet(max_epochs=max_epochs)
+        trainer.fit(module, *loaders, ckpt_path=ckpt)
+        return module, trainer
+
+    first, trainer = staged(2)
+    trainer.save_checkpoint(tmp_path / "end")
+    assert first.samplers[0].read == [0, 1] and first.seen == [0, 10]
+    resumed, _ = staged(4, tmp_path / "end")
+    assert resumed.samplers[0].read == [0, 1, 2, 3] and resumed.samplers[0].size == 5
+
+
+@pytest.mark.parametrize("kind", [Drawing, DrawingStream, Shuffling])
+def test_validation_with_the_sampler_or_stream_of_training_leaves_it_as_it_was(kind: Any) -> None:
+    orders: list[list[Any]] = []
+
+    class Reads(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            orders[-1].append(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    def read(validates: bool) -> torch.Tensor:
+        orders.append([])
+        shared = kind()
+        stream = isinstance(shared, IterableDataset)
+        loader = DataLoader(shared, 22) if stream else DataLoader(SAMPLES, 22, sampler=shared)  # type: ignore[arg-type]
+        quiet(max_epochs=4).fit(Reads(), loader, loader if validates else None)
+        return torch.stack(orders[-1])
+
+    with_validation = read(True)
+    assert torch.equal(with_validation, read(False))
+    assert len({x.numpy().tobytes() for x in with_validation}) == 4
 
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size", "sequential"])
