@@ -22,7 +22,10 @@ from lockstep.strategies.pipeline.state.marks import PLAIN, content_of, put_cont
 from lockstep.strategies.pipeline.state.snapshot import Slot, Snapshot
 from lockstep.strategies.pipeline.state.step_code import functions_of, is_of_program, is_own, names_in, stores
 
-ADVICE = "in on_train_batch_start or on_train_batch_end (with virtual_ranks in on_before_zero_grad), which run once on every rank"
+ADVICE = (
+    "in on_train_batch_start or on_train_batch_end (with virtual_ranks in on_before_zero_grad), which run once on "
+    "every rank"
+)
 _STEPS = "training_step", "validation_step", "test_step", "predict_step"
 _FIRST = 4
 _log = logging.getLogger("lockstep")

@@ -296,7 +296,7 @@ def test_what_hooks_set_in_samplers_between_epochs_and_validations_stays(tmp_pat
         module.samplers, module.seen = (Staged(), Staged()), []
         loaders = [DataLoader(SAMPLES, 8, sampler=sampler) for sampler in module.samplers]  # type: ignore[arg-type]
         trainer = quiet(max_epochs=max_epochs)
-        trainer.fit(module, *loaders, ckpt_path=ckpt)
+        trainer.fit(module, loaders[0], loaders[1], ckpt_path=ckpt)
         return module, trainer
 
     first, trainer = staged(2)
@@ -319,7 +319,8 @@ def test_validation_with_the_sampler_or_stream_of_training_leaves_it_as_it_was(k
         orders.append([])
         shared = kind()
         stream = isinstance(shared, IterableDataset)
-        loader = DataLoader(shared, 22) if stream else DataLoader(SAMPLES, 22, sampler=shared)  # type: ignore[arg-type]
+        given: Any = shared if stream else SAMPLES
+        loader = DataLoader(given, 22, sampler=None if stream else shared)
         quiet(max_epochs=4).fit(Reads(), loader, loader if validates else None)
         return torch.stack(orders[-1])
 
