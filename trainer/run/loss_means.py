@@ -145,7 +145,7 @@ def _not_a_mean(output: Any, samples: float) -> str | None:
             is_mean = times > 0.5 and math.isclose(times, round(times), rel_tol=1e-5)
             if type(edges[0]).__name__ in _JOINED:
                 waiting += [(after, factor) for after, _ in edges[0].next_functions if after is not None]
-            elif not is_mean and (shape is None or math.prod(shape) % samples == 0) and _adds_samples(edges):
+            elif not is_mean and (shape is None or math.prod(shape) % samples == 0) and _adds_samples(edges, samples):
                 return "a sum over samples"
         elif name in _LINEAR:
             waiting += [(after, factor) for after in edges]
@@ -158,7 +158,7 @@ def _not_a_mean(output: Any, samples: float) -> str | None:
     return None
 
 
-def _adds_samples(edges: list[Any]) -> bool:
+def _adds_samples(edges: list[Any], samples: float) -> bool:
     """Whether what is summed has a value for each sample: no mean over them, no weights that add up to one, and no
     losses of several tasks, however they are weighted."""
     node, summed = edges[0], [*edges]
@@ -169,7 +169,7 @@ def _adds_samples(edges: list[Any]) -> bool:
             summed += [after for after, _ in each.next_functions if after is not None]
     for _ in range(_LOOKS):
         name, following = type(node).__name__, [after for after, _ in node.next_functions if after is not None]
-        if name == "DivBackward0" or (name == "MeanBackward1" and 0 in {*node._saved_dim}):
+        if name == "DivBackward0" or (name == "MeanBackward1" and _takes_samples(node, samples)):
             return False
         if name == "MulBackward0":
             held = [_saved(node, f"_raw_saved_{side}") for side in ("self", "other")]
@@ -181,14 +181,22 @@ def _adds_samples(edges: list[Any]) -> bool:
     return _is_of_data(edges)
 
 
+def _takes_samples(mean: Any, samples: float) -> bool:
+    """Whether a mean over dimensions is one over samples: the first, or the only one of that length."""
+    sizes = [*mean._saved_self_sym_sizes]
+    dims = {(dim if dim < 2**63 else dim - 2**64) % len(sizes) for dim in mean._saved_dim}  # torch shows no sign
+    return 0 in dims or (
+        samples in (sizes[dim] for dim in dims) and all(n != samples for i, n in enumerate(sizes) if i not in dims)
+    )
+
+
 def _is_of_data(nodes: list[Any]) -> bool:
     """Whether a layer that computes with an input without gradient, or what another stage has sent, goes into nodes."""
     seen, waiting = set(nodes), [*nodes]
     for node in islice(waiting, 10 * _NODES):  # grows
         name, variable = type(node).__name__, getattr(node, "variable", None)
-        if name.startswith(_OF_INPUTS) and (
-            name.startswith("Embedding") or node.next_functions[_input(name)][0] is None
-        ):
+        is_read = name.startswith(_OF_INPUTS) and not _has_one_row(node, name)
+        if is_read and (name.startswith("Embedding") or node.next_functions[_input(name)][0] is None):
             return True
         if isinstance(variable, Tensor) and not isinstance(variable, nn.Parameter):
             return True
@@ -196,6 +204,15 @@ def _is_of_data(nodes: list[Any]) -> bool:
         seen.update(following)
         waiting += following
     return False
+
+
+def _has_one_row(node: Any, name: str) -> bool:
+    """Whether a layer reads a single row, such as the number of a task or a constant, and so not the samples."""
+    if name == "AddmmBackward0":
+        read = _saved(node, "_raw_saved_mat1")
+        return read is not None and len(read) == 1
+    read = _saved(node, "_raw_saved_indices") if name == "EmbeddingBackward0" else None
+    return read is not None and read.numel() == 1
 
 
 def _input(name: str) -> int:

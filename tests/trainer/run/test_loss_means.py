@@ -144,6 +144,17 @@ def with_functions_of_samples(out: Tensor, y: Tensor) -> Tensor:
     return worst + spread + out.sigmoid().mean() + (out.tanh() * out).mean() + PENALIZED.max() * of_all(out, y)
 
 
+def of_steps(out: Tensor, y: Tensor) -> Tensor:
+    by_step = (torch.ones(4 * len(out), 1) * out[:, :1].T).square()  # time before samples
+    return by_step.mean(1).sum() + by_step.mean(-1).sum()
+
+
+def by_task(out: Tensor, y: Tensor) -> Tensor:
+    of_task = 0.1 * PENALIZED.repeat(5, 1)
+    weight, scale = F.embedding(torch.tensor(1), of_task).mean(), F.linear(torch.ones(1, 5), of_task, PENALIZED).mean()
+    return of_all(out, y) * weight.exp() * scale.exp() + scale.exp()
+
+
 def with_penalties(out: Tensor, y: Tensor) -> Tensor:
     weight = 4 * PENALIZED.outer(PENALIZED)[:4, :4]  # as many rows as samples
     return of_all(out, y) + 0.1 * weight.square().sum() + weight.square().sum().sqrt() + PENALIZED.norm()
@@ -219,7 +230,7 @@ EVEN = of_all, with_penalty, with_aside, with_count, of_samples, recomputed
 SUMS = a_sum, a_scaled_sum, a_sum_of_means
 FUNCTIONS = a_root, a_norm, a_perplexity, a_tanh, a_worst, a_median, a_soft_maximum, a_deviation, an_inverse
 MEANS = with_penalties, of_classes, of_a_divergence, stacked, stacked_with_weights, by_factor, by_weights
-MEANS += by_uncertainty, with_functions_of_samples
+MEANS += by_uncertainty, with_functions_of_samples, of_steps, by_task
 READ = of_named_function, by_a_complex_number
 
 
