@@ -260,7 +260,8 @@ class SPMDStrategy(SPMDStep[W]):
         if self._agreement is not None and self.capabilities.steps_together:
             from lockstep.strategies.launch.rng import watch_draws
 
-            self._edits = UserEdits(model, optimizers, watch_draws if self.topology.data_size > 1 else None)
+            draw_apart = self.topology.data_size > 1 and not self.virtual_ranks
+            self._edits = UserEdits(model, optimizers, watch_draws if draw_apart else None)
             self._agreement.edits = self._edits.take
 
     @contextmanager

@@ -57,11 +57,10 @@ class UserEdits:
         if before != now:
             gradients = self._parameters if self._with_gradients else ()
             names = [*self._parameters, *gradients, *(name for name, *_ in self._buffers)]
-            found = {name for name, a, b in zip(names, before, now, strict=True) if a != b}
-            if self._has_drawn is not None and self._has_drawn():
+            self._found.update({name for name, a, b in zip(names, before, now, strict=True) if a != b})
+            if self._has_drawn is not None and (written := self._written(before, now)) and self._has_drawn():
                 self._before = None
-                raise _drawn(min(found))
-            self._found.update(found)
+                raise _drawn(min(written))
         held, holds = self._before[1], self._of_optimizers()
         if held[1] != holds[1] or len(held[0]) != len(holds[0]) or not all(map(operator.is_, held[0], holds[0])):
             self._found.update(self._changed(held[0], holds[0], held[1], holds[1]))
@@ -102,6 +101,17 @@ class UserEdits:
         written += [getattr(module, name, None) for _, module, name in self._buffers]
         return marks + [None if tensor is None else (id(tensor), version(tensor)) for tensor in written]
 
+    def _written(self, before: list[Any], now: list[Any]) -> set[str]:
+        """The parameters whose values, or gradients that they have now, are others. `requires_grad`, and that there is
+        no gradient, is the same on all ranks that name the same changes."""
+        number = len(self._parameters)
+        marks = zip(self._parameters, before, now, strict=False)
+        found = {name for name, (old, _), (new, _) in marks if old != new}
+        if self._with_gradients:
+            gradients = zip(self._parameters, before[number:], now[number:], strict=False)
+            found |= {name for name, old, new in gradients if new is not None and old != new}
+        return found
+
     def _of_optimizers(self) -> tuple[list[Any], list[int]]:
         """What optimizers hold, and how often each was written to."""
         values: list[Any] = []
@@ -135,8 +145,8 @@ class UserEdits:
 
 def _drawn(name: str) -> RuntimeError:
     return RuntimeError(
-        f"a hook changes {name} (its values, gradient or requires_grad), of which each rank holds a shard, and draws "
-        "random numbers, which are others on each rank; do both within `with trainer.whole(module): ...`, where ranks "
+        f"a hook changes {name} (its values or gradient), of which each rank holds a shard, and draws random numbers, "
+        "which are others on each rank; do both within `with trainer.whole(module): ...`, where ranks "
         "draw alike, or draw from a generator of your own that is seeded alike on all ranks "
         "(torch.Generator().manual_seed(step), random.Random(step))"
     )

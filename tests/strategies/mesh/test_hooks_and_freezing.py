@@ -247,6 +247,18 @@ class NoisyAlike(Perceptron):
             parameter.grad.mul_(1 + 0.1 * drawn.random())
 
 
+class DrawsBesides(Perceptron):
+    """Draws in hooks that freeze a layer and take a gradient away."""
+
+    def on_train_epoch_start(self) -> None:
+        self.picked = random.random()
+        self.net[2].requires_grad_(not self.current_epoch)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.picked = torch.rand(()).item()
+        self.net[0].bias.grad = None
+
+
 @pytest.mark.parametrize("make", [NoisyGradients, NoisyWeights])
 def test_hooks_that_scale_shards_by_what_each_rank_draws_are_refused(make: Callable[[], Module]) -> None:
     with pytest.raises(
@@ -256,4 +268,5 @@ def test_hooks_that_scale_shards_by_what_each_rank_draws_are_refused(make: Calla
 
 
 def test_hooks_that_draw_alike_on_all_ranks_follow_one_process() -> None:
-    exact("fsdp", 2, NoisyAlike, n=17, seed=0)
+    exact("fsdp", 2, NoisyAlike, DrawsBesides, n=17, seed=0)
+    exact("fsdp", 2, NoisyGradients, NoisyWeights, virtual_ranks=2)  # between steps ranks draw alike
