@@ -65,11 +65,12 @@ class UserState:
             self._counted.setdefault(name, _Counted(*now.owners[name], before.marks[name]))
         watches_lists = (self._run.arguments.virtual_ranks or 1) > 1
         for name, (container, items, _) in now.lists.items():
-            if watches_lists and name in before.lists and len(items) > len(before.lists[name].items):
+            has_grown = name in before.lists and len(items) > len(before.lists[name].items)
+            if watches_lists and has_grown and name not in names:
                 names.append(name)  # hooks, and who called fit, would read what the shares of one rank have appended
             if name in self._grown:
                 self._grown[name].take(self._share)
-            elif not names and name in before.lists and len(items) > len(before.lists[name].items):
+            elif not names and has_grown:
                 self._grown[name] = _Grown(container, [*before.lists[name].items])
                 self._grown[name].take(self._share)
         shares = () if self._share is None or more else self._run.strategy.shares  # type: ignore[attr-defined]

@@ -151,6 +151,7 @@ class Collected(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.where == "training_step":
+            self.outs[0] += 1.0
             self.outs.append(1.0)
         return super().training_step(batch, batch_idx)
 
@@ -165,7 +166,7 @@ class Collected(Net):
 )
 def test_a_list_to_which_shares_append_is_refused(where: str, strategy: str, devices: int) -> None:
     """Its length would tell how many shares a rank runs, to hooks and to the program after the run."""
-    with pytest.raises(RuntimeError, match=f"{where} changed outs, "):
+    with pytest.raises(RuntimeError, match=f"{where} changed outs, (?!outs)"):
         quiet(strategy=strategy, devices=devices, virtual_ranks=4).fit(Collected(where), loader(32, 4))
 
 
