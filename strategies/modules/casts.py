@@ -29,7 +29,8 @@ def watch_casts() -> None:
     if not _replaced:
         _apply = nn.Module._apply
         nn.Module._apply = _watched  # type: ignore[method-assign]
-        _swap_tensors.__code__, _swap_tensors.__kwdefaults__ = _calls.__code__, {"call": _swapped}
+        _swap_tensors.__kwdefaults__ = {"call": _swapped}  # first, as another thread may call it
+        _swap_tensors.__code__ = _calls.__code__
 
 
 def forget_casts() -> None:
