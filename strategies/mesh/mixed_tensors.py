@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -301,9 +302,9 @@ def refuse_kept_copies(model: nn.Module, strategy: str) -> None:
     _parted.clear()
     if _copies and (name := _kept(_copies, model)):
         raise RuntimeError(
-            f"user code keeps a view of {name} (a slice of it, or a detach() or state_dict() within whole()), "
-            f"which is a copy, as {strategy} shards the parameter over ranks, and would not follow it; keep a "
-            "clone() of the values, or take the view again where you need it"
+            f"user code keeps a view of {name} (a slice of it, or a detach() or state_dict() within whole()), which is "
+            f"a copy, as {strategy} shards the parameter over ranks, and would not follow it; keep a clone() of the "
+            "values, or take the view again where you need it"
         )
 
 
@@ -327,12 +328,12 @@ def _kept(pairs: list[tuple[StorageWeakRef, StorageWeakRef]], model: nn.Module) 
     if all(copy.expired() for _, copy in pairs):
         pairs.clear()
         return None
-    shards, shared = dict[int, str](), set[int]()
+    shards, spans = dict[int, str](), dict[int, list[tuple[int, int]]]()
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "_local_tensor"):
-            memory = _memory(parameter._local_tensor).cdata
-            shared.update({memory} & shards.keys())
-            shards.setdefault(memory, name)
+        if (own := getattr(parameter, "_local_tensor", None)) is not None:
+            shards.setdefault(_memory(own).cdata, name)
+            spans.setdefault(_memory(own).cdata, []).append(_span(own))
+    shared = {memory for memory, held in spans.items() if _overlap(held)}
     alive = ((shard, copy) for shard, copy in pairs if shard.cdata in shards and not copy.expired())
     pairs[:] = [(shard, copy) for shard, copy in alive if shard.cdata != copy.cdata or shard.cdata in shared]
     if pairs:
@@ -340,6 +341,19 @@ def _kept(pairs: list[tuple[StorageWeakRef, StorageWeakRef]], model: nn.Module) 
     kept = {shard.cdata for shard, copy in pairs if not copy.expired()}
     pairs.clear()
     return next((name for memory, name in shards.items() if memory in kept), None)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Where in its memory it begins and ends, in bytes."""
+    begin, size = int(tensor.storage_offset()), tensor.itemsize
+    last = begin + sum((number - 1) * stride for number, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * size, (last + 1) * size if tensor.numel() else begin * size
+
+
+def _overlap(spans: list[tuple[int, int]]) -> bool:
+    """Whether two have something in common; views of one tensor, such as its rows, need not."""
+    held = sorted(span for span in spans if span[0] < span[1])
+    return any(begin < end for (_, end), (begin, _) in pairwise(held))
 
 
 def _writes() -> Iterator[Any]:

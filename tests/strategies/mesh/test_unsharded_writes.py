@@ -388,6 +388,14 @@ class WritesWhatItAssigned(Perceptron):
             value.mul_(0.97)
 
 
+class AssignsRows(Perceptron):
+    """Gives two parameters parts of one tensor, which have nothing in common."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        one, other = self.net[0].bias, self.net[2].bias
+        one.data, other.data = torch.stack([one.data, other.data]).mul(0.9).unbind()
+
+
 class SwapsTensors(Perceptron):
     def on_train_start(self) -> None:
         swap_tensors(self.net[0].bias, self.net[2].bias)
@@ -396,6 +404,10 @@ class SwapsTensors(Perceptron):
 @pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)
 def test_what_was_assigned_to_data_is_the_memory_of_the_parameter(strategy: str, devices: int) -> None:
     exact(strategy, devices, Averages, WritesWhatItAssigned, SwapsInStep, SwapsTensors, n=17)
+
+
+def test_parameters_may_have_rows_of_one_tensor() -> None:
+    exact("fsdp", 2, AssignsRows, n=17)
 
 
 class TiesTwice(Perceptron):
