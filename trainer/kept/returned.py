@@ -154,7 +154,9 @@ class Holders:
         code = {f"{name}()": each for name, each in (self._classes | self._functions).items()}
         nets = {"model": self.module} | self.networks
         layers = {f"{path}/{name}": layer for path, net in nets.items() for name, layer in net.named_modules()}
+        sent = {id(each) for net in nets.values() for each in in_state_dict(net)}  # by other ways than here
         tensors = {f"{path}={name}": each for path, net in nets.items() for name, each in _tensors(net).items()}
+        tensors = {name: each for name, each in tensors.items() if id(each) in sent}
         return tensors | layers | self.metrics | self.all | code
 
     def sums(self) -> dict[str, int]:
@@ -226,7 +228,7 @@ class Left:
         self._gone.note(
             {path: (owner, attributes(owner)) for path, owner in (holders.owners | holders.objects).items()}
         )
-        self._first = references(holders.all)
+        self._first, self._names = references(holders.all), frozenset(holders.named)
         self._at_start = {
             path: {name: self._mark(path, value) for name, value in attributes(owner).items()}
             for path, owner in holders.all.items()
@@ -250,10 +252,7 @@ class Left:
                 self._prints[place] = fingerprint(value, known)
 
     def _known(self) -> dict[int, str]:
-        owners = self._holders.all
-        return {
-            id(each): name for name, each in self._holders.named.items() if name not in owners or name in self._at_start
-        }
+        return {id(each): name for name, each in self._holders.named.items() if name in self._names}
 
     def _opaque(self) -> Iterator[tuple[tuple[str, str], Any]]:
         """Owner and name of objects other than data, and variables of functions that hold such."""
