@@ -10,12 +10,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep.callbacks._support.monitored_metric import MonitoredMetric, check_keys
+from lockstep.callbacks._support.monitored_metric import (
+    Checks,
+    MonitoredMetric,
+    check_state,
+    is_count,
+    is_moment,
+    is_number,
+)
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.callbacks.base import Callback, check_number
 
 if TYPE_CHECKING:
     from lockstep import Module, Trainer
+
+_SAVED: Checks = {
+    "wait_count": is_count,
+    "stopped_epoch": is_count,
+    "stopping_reason": lambda value: value is None or isinstance(value, str),
+    "best_score": is_number,
+    "last_score": is_number,
+    "check_on_train_epoch_end": is_moment,
+}
 
 
 class EarlyStoppingReason(Enum):
@@ -115,7 +131,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        check_keys("EarlyStopping", state_dict, set(self.state_dict()))
+        check_state("EarlyStopping", state_dict, set(self.state_dict()), _SAVED)
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.stopping_reason_message = state_dict["stopping_reason"]

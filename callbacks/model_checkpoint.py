@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lockstep.callbacks._support.checkpoint_options import (
+    SAVED,
     check_options,
     check_template,
     exact,
@@ -21,7 +22,7 @@ from lockstep.callbacks._support.checkpoint_options import (
     placeholders,
     versioned,
 )
-from lockstep.callbacks._support.monitored_metric import MonitoredMetric, check_keys
+from lockstep.callbacks._support.monitored_metric import MonitoredMetric, check_state
 from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        check_keys("ModelCheckpoint", state_dict, set(self.state_dict()))
+        check_state("ModelCheckpoint", state_dict, set(self.state_dict()), SAVED)
         self._moved_from = state_dict["dirpath"]
         self.dirpath = self.dirpath or self._moved_from
         folder = self._moved_from or ""

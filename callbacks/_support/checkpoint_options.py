@@ -12,11 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.callbacks._support.monitored_metric import Checks, is_count, is_moment, is_number
 from lockstep.callbacks.base import check_local, check_number
 
 _PLACEHOLDER = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 _LONGEST = 255 - len("..tmp-01234567")
 """Bytes of a name: the folder of a checkpoint that is being written adds to it."""
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and "\0" not in value
+
+
+def _are_ranked(value: Any) -> bool:
+    pairs = isinstance(value, list) and all(isinstance(item, list | tuple) and len(item) == 2 for item in value)
+    return pairs and all(_is_path(path) and is_number(score) for path, score in value)
+
+
+SAVED: Checks = {
+    "dirpath": lambda value: value is None or _is_path(value),
+    "best_k_models": _are_ranked,
+    "last_model_path": _is_path,
+    "current_score": lambda value: value is None or is_number(value),
+    "considered_step": is_count,
+    "save_on_train_epoch_end": is_moment,
+}
+"""What the state of ModelCheckpoint holds."""
 
 
 def check_options(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,10 +69,32 @@ class MonitoredMetric:
         )
 
 
-def check_keys(owner: str, state: dict[str, Any], expected: set[str]) -> None:
-    """Raise ValueError where a saved state of `owner` lacks something or has more."""
+Checks = Mapping[str, Callable[[Any], bool]]
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def is_number(value: Any) -> bool:
+    """An int or a float, NaN and infinities among them; no bool."""
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 1023)
+
+
+def is_moment(value: Any) -> bool:
+    """What `MonitoredMetric.at_epoch_end` may be."""
+    return value in (None, True, False)
+
+
+def check_state(owner: str, state: dict[str, Any], expected: set[str], checks: Checks) -> None:
+    """Raise ValueError where a saved state of `owner` lacks something, has more, or has what `checks` does not take."""
     if state.keys() != expected:
         raise ValueError(
             f"the saved state of {owner} must have the keys {sorted(expected)}, but it has {sorted(state)}: it comes "
             "from another version"
         )
+    for name, is_valid in checks.items():
+        if not is_valid(state[name]):
+            raise ValueError(
+                f"the saved state of {owner} has no valid {name}, but {state[name]!r:.60}; load another checkpoint"
+            )

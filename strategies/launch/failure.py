@@ -12,7 +12,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 from lockstep.strategies.launch import watchdog
@@ -169,16 +169,19 @@ def libraries() -> tuple[str, ...]:
 
 def is_of_user(trace: TracebackType | None) -> bool:
     """Whether the user's code has raised an exception, or what it called in a package that is not this one."""
-    codes = [frame.f_code for frame, _ in traceback.walk_tb(trace)]
-    return next((_is_users(code) for code in reversed(codes) if _is_users(code) or _is_ours(code)), False)
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    return next((_is_users(frame) for frame in reversed(frames) if _is_users(frame) or _is_ours(frame)), False)
 
 
-def _is_users(code: CodeType) -> bool:
-    return not os.path.realpath(code.co_filename).startswith(libraries()) and not code.co_filename.startswith("<frozen")
+def _is_users(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    if file.endswith((".pyx", ".pxd", ".pxi")):  # compiled, as in numpy: a path where it was built
+        file = frame.f_globals.get("__file__") or file
+    return not os.path.realpath(file).startswith(libraries()) and not file.startswith("<frozen")
 
 
-def _is_ours(code: CodeType) -> bool:
-    return os.path.realpath(code.co_filename).startswith(FRAMEWORK)
+def _is_ours(frame: FrameType) -> bool:
+    return os.path.realpath(frame.f_code.co_filename).startswith(FRAMEWORK)
 
 
 def _place(trace: TracebackType | None) -> str:
@@ -186,7 +189,7 @@ def _place(trace: TracebackType | None) -> str:
     found = ""
     for frame, line in traceback.walk_tb(trace):
         code, owner = frame.f_code, frame.f_locals.get("self")
-        if _is_users(code):
+        if _is_users(frame):
             name = code.co_name if owner is None else f"{type(owner).__name__}.{code.co_name}"
             found = f", at {name} ({os.path.basename(code.co_filename)}, line {line})"
     return found

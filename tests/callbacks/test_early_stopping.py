@@ -138,6 +138,18 @@ def test_state_of_another_shape_is_refused() -> None:
     for wrong in ({**state, "more": 1}, {"wait_count": 1}):
         with pytest.raises(ValueError, match="saved state of EarlyStopping must have the keys"):
             callback.load_state_dict(wrong)
+    for name, values in {
+        "wait_count": (None, -1, 0.5, True, "x", []),
+        "stopped_epoch": (None, -1, [[1]]),
+        "stopping_reason": (0.5, False, []),
+        "best_score": (None, "x", [], [[1]], True, 2**1200),
+        "last_score": (None, "1", [], {}),
+        "check_on_train_epoch_end": (2, "x", [], {}),
+    }.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"saved state of EarlyStopping has no valid {name}, but "):
+                callback.load_state_dict({**state, name: value})
+    callback.load_state_dict({**state, "best_score": math.nan, "last_score": -math.inf})
 
 
 def test_sanity_check_validate_and_fast_dev_run_do_not_count() -> None:

@@ -198,6 +198,17 @@ def test_the_state_is_read_back_as_it_was_and_nothing_else_is_taken(tmp_path: Pa
     for wrong in ({**state, "more": 1}, {key: value for key, value in state.items() if key != "dirpath"}):
         with pytest.raises(ValueError, match="saved state of ModelCheckpoint must have the keys"):
             other.load_state_dict(wrong)
+    for name, values in {
+        "dirpath": (0, [], False, "a\0"),
+        "best_k_models": (None, {}, "x", [["a"]], [["a", []]], [["a", None]], [[1, 0.5]], [["a", True]]),
+        "last_model_path": (None, 1, []),
+        "current_score": ("x", [], [[1]], True),
+        "considered_step": (None, -1, 0.5, True, "x", []),
+        "save_on_train_epoch_end": (2, "x", []),
+    }.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"saved state of ModelCheckpoint has no valid {name}, but "):
+                other.load_state_dict({**state, name: value})
 
 
 def test_state_keys_differ_by_what_is_decided() -> None:

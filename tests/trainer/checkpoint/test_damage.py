@@ -332,6 +332,31 @@ def test_a_forged_option_that_no_step_can_compute_with_is_refused(
         fit(folder)
 
 
+def test_what_numpy_refuses_of_forged_random_streams_is_refused(tmp_path: Path, fitted: Path) -> None:
+    """Its compiled code is no code of the user's, whose errors come out unchanged."""
+    folder = tmp_path / "a"
+    shutil.copytree(fitted, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    tree = json.loads((folder / "state.json").read_text())
+    tree["rng_at_setup"]["numpy"][2] = "float16"
+    replace(folder, manifest, "state.json", json.dumps(tree).encode())
+    sign(folder, manifest)
+    with pytest.raises(CheckpointError, match=re.escape(str(folder))):
+        quiet().validate(Rich(), loader(8), ckpt_path=folder, verbose=False)
+
+
+def test_forged_numbers_of_a_callback_are_refused(tmp_path: Path, fitted: Path) -> None:
+    folder = tmp_path / "a"
+    shutil.copytree(fitted, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    tree = json.loads((folder / "state.json").read_text())
+    tree["callbacks"]["EarlyStopping[monitor=val/loss, mode=min]"]["best_score"] = []
+    replace(folder, manifest, "state.json", json.dumps(tree).encode())
+    sign(folder, manifest)
+    with pytest.raises(CheckpointError, match=r"saved state of EarlyStopping has no valid best_score, but \[\]; load"):
+        fit(folder)
+
+
 def test_a_forged_number_of_ranks_is_refused_at_once(tmp_path: Path, two_ranks: Path, fitted: Path) -> None:
     for source, ranks in ((fitted, 10**9), (fitted, 0), (fitted, 2)):
         folder = tmp_path / "a"
