@@ -333,7 +333,7 @@ def test_a_forged_option_that_no_step_can_compute_with_is_refused(
 
 
 def test_what_numpy_refuses_of_forged_random_streams_is_refused(tmp_path: Path, fitted: Path) -> None:
-    """Its compiled code is no code of the user's, whose errors come out unchanged."""
+    """Errors of the code of users come out unchanged; its compiled code is not theirs."""
     folder = tmp_path / "a"
     shutil.copytree(fitted, folder)
     manifest = json.loads((folder / "manifest.json").read_text())
