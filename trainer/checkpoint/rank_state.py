@@ -181,8 +181,8 @@ def _restore_attributes(run: RunState, checkpoint: Checkpoint) -> None:
         _log.warning(
             "the checkpoint does not hold these attributes of the module, callbacks or DataModule, or variables of the "
             f"program, which hooks or steps had changed: {', '.join(sorted(lost)[:10])}{others}; they begin as they "
-            "are built, and on_train_epoch_start is not called within an epoch: save them in on_save_checkpoint and "
-            "take them up in on_load_checkpoint if they matter"
+            f"are built{', and on_train_epoch_start is not called within an epoch' * within}: save them in "
+            "on_save_checkpoint and take them up in on_load_checkpoint if they matter"
         )
 
 
