@@ -82,7 +82,8 @@ def stepped(module: nn.Module, before: Mapping[str, tuple[Optimizer, OptimizerVa
 
 def note_stepped(module: nn.Module, names: list[str]) -> None:
     held = optimizers_of(module)
-    vars(module).setdefault(_STEPPED, {}).update({name: id(held[name]) for name in names if name in held})
+    if numbers := {name: id(held[name]) for name in names if name in held}:
+        vars(module).setdefault(_STEPPED, {}).update(numbers)
 
 
 def refuse_stepped(module: nn.Module, resumes: bool) -> None:
