@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -286,8 +287,11 @@ class _Skips(Toy):
     """Every other clock its first batch has no loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return None if int(batch[2][0]) % 16 == 0 else loss
+        x, y, index = batch
+        self.steps = self.steps + 1
+        loss = F.cross_entropy(self.net(self.norm(x)), y)
+        self.log("loss", loss)
+        return None if int(index[0]) % 16 == 0 else loss
 
 
 @pytest.mark.unit
