@@ -3,6 +3,7 @@ step."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from types import FrameType
@@ -57,11 +58,14 @@ def test_hop_budget_of_one_process_without_callbacks() -> None:
         if event == "call" and model.called and frame.f_code.co_filename.startswith(FOLDERS):
             model.called[-1].add((frame.f_code.co_filename, frame.f_code.co_name, frame.f_code.co_firstlineno))
 
+    gc.collect()
+    gc.disable()  # what it calls for objects of other tests is part of no step
     sys.setprofile(profile)
     try:
         run.fit(model, loader(64))
     finally:
         sys.setprofile(None)
+        gc.enable()
     steps = model.called[1:-1]  # whole steps, from one training_step to the next
     functions = max(len(step) for step in steps)
     files = max(len({name for name, _, _ in step}) for step in steps)
