@@ -23,6 +23,7 @@ from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.devices import check_launcher, device_index, resolve_accelerator, resolve_devices
 from lockstep.strategies.launch import environment, fault_injection, launcher, process_group, sidecar, watchdog
 from lockstep.strategies.launch.program.contexts import refuse_hooks_on_all
+from lockstep.strategies.launch.rng import watch_draws
 from lockstep.strategies.modules.activation_checkpointing import find_recomputed, keep, recompute
 from lockstep.strategies.modules.blocks import Rule, is_metric
 from lockstep.strategies.modules.casts import follow_casts, forget_casts, watch_casts
@@ -258,8 +259,6 @@ class SPMDStrategy(SPMDStep[W]):
 
     def _compare_edits(self, model: nn.Module | None, optimizers: dict[str, Optimizer]) -> None:
         if self._agreement is not None and self.capabilities.steps_together:
-            from lockstep.strategies.launch.rng import watch_draws
-
             draw_apart = self.topology.data_size > 1 and not self.virtual_ranks
             self._edits = UserEdits(model, optimizers, watch_draws if draw_apart else None)
             self._agreement.edits = self._edits.take

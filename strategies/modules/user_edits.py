@@ -146,9 +146,9 @@ class UserEdits:
 def _drawn(name: str) -> RuntimeError:
     return RuntimeError(
         f"a hook changes {name} (its values or gradient), of which each rank holds a shard, and draws random numbers, "
-        "which are others on each rank; do both within `with trainer.whole(module): ...`, where ranks "
-        "draw alike, or draw from a generator of your own that is seeded alike on all ranks "
-        "(torch.Generator().manual_seed(step), random.Random(step))"
+        "which are others on each rank; do both within `with trainer.whole(module): ...`, where ranks draw alike, or "
+        "draw from a generator of your own that is seeded alike on all ranks (torch.Generator().manual_seed(step), "
+        "random.Random(step))"
     )
 
 

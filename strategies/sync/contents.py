@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.strategies.launch.program.values import elements
+
 
 def checksum(tensor: Tensor, known: int = 0) -> int:
     """A number below 2**32 of a tensor's bytes, continuing `known`. Waits for the device."""
@@ -32,12 +34,6 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
 def bytes_of(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, a row for each element."""
     return elements(tensor.resolve_conj()).unsqueeze(1).view(torch.uint8)
-
-
-def elements(tensor: Tensor) -> Tensor:
-    """All elements of a tensor in a row, to be seen as another dtype: torch lets a single one have any stride."""
-    tensor = tensor.contiguous()
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.strategies.sync.contents import elements
+from lockstep.strategies.launch.program.values import elements
 
 CODES = {
     torch.float64: "F64",

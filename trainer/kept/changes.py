@@ -15,14 +15,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.trainer.kept import owners as held_by
 from lockstep.trainer.kept.agreed import is_equal
 from lockstep.trainer.kept.fields import Gone, absent_caches, caches_of, fields, put, take_away
-from lockstep.trainer.kept.identity import (
-    Reference,
-    in_state_dict,
-    is_object,
-    is_replaced,
-    references,
-    shared,
-)
+from lockstep.trainer.kept.identity import Reference, in_state_dict, is_object, is_replaced, references, shared
 from lockstep.trainer.kept.opaque import is_in_place, marks_of
 from lockstep.trainer.kept.owners import beside, has_no_state, iterators, layers, objects, parts, shown
 from lockstep.trainer.kept.values import (

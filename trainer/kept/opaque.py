@@ -231,7 +231,7 @@ class Adopted:
         if held or fields(now):
             before = fields(now)
             made = {name: self(before.get(name), item) for name, item in [*held.items()]}
-            if kind.__getstate__ is getattr(object, "__getstate__", None) or not hasattr(kind, "__getstate__"):
+            if getattr(kind, "__getstate__", None) is getattr(object, "__getstate__", None):  # Python 3.10 has none
                 put_attributes(now, made, fields)
             else:  # which may have sent less than it holds
                 for name, item in made.items():

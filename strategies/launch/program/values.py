@@ -201,12 +201,17 @@ def _name_of(function: Any) -> tuple[str, str] | None:
     return None if found is not function or module == "__main__" else (module, name)
 
 
+def elements(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a tensor in a row, to be seen as another dtype: torch lets a single one have any stride."""
+    tensor = tensor.contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def _digest(value: torch.Tensor | np.ndarray) -> str:
     if isinstance(value, torch.Tensor):
         if not value.is_cpu or not value.is_leaf or value.is_sparse or value.is_quantized:
             raise NotComparable
-        flat = value.detach().contiguous()
-        value = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()  # a single element may have any stride
+        value = elements(value.detach()).view(torch.uint8).numpy()
     elif value.dtype.hasobject:
         raise NotComparable
     return hashlib.blake2b(np.ascontiguousarray(value).view(np.uint8).data, digest_size=16).hexdigest()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.strategies.sync.contents import elements
+from lockstep.strategies.launch.program.values import elements
 from lockstep.strategies.sync.messages import gather_rows
 from lockstep.strategies.sync.tree import PartialSums, all_reduce
 
