@@ -27,14 +27,14 @@ from lockstep.callbacks import Callback
 from lockstep.strategies.launch import launcher
 from lockstep.strategies.sync.collectives import local
 
-VARIANTS = {
-    "1 rank": ("single", 1, "muon"),
-    "2 ranks": ("fsdp", 2, "muon"),
-    "4 ranks": ("fsdp", 4, "muon"),
-    "2 ranks, AdamW alone": ("fsdp", 2, "adamw"),
-    "4 ranks, AdamW alone": ("fsdp", 4, "adamw"),
-}
-"""By name the strategy, its ranks, and what steps the matrices."""
+
+def variants(numbers: list[int]) -> dict[str, tuple[str, int, str]]:
+    """By name the strategy, its ranks, and what steps the matrices."""
+    return (
+        {"1 rank": ("single", 1, "muon")}
+        | {f"{n} ranks": ("fsdp", n, "muon") for n in numbers}
+        | {f"{n} ranks, AdamW alone": ("fsdp", n, "adamw") for n in numbers}
+    )
 
 
 class Turn(NamedTuple):
@@ -118,9 +118,8 @@ def state_bytes(optimizer: Optimizer) -> int:
     return sum(local(t).nbytes for entry in state.values() for t in entry.values() if isinstance(t, Tensor))
 
 
-def on_rank(name: str, job: Job) -> Turn:
+def on_rank(strategy: str, ranks: int, kind: str, job: Job) -> Turn:
     """What rank 0 has gathered."""
-    strategy, ranks, kind = VARIANTS[name]
     torch.set_num_threads(1)
     meter = Meter(job)
     trainer = Trainer(strategy=strategy, devices=ranks, accelerator="cpu", callbacks=meter, **BARE)
@@ -129,11 +128,13 @@ def on_rank(name: str, job: Job) -> Turn:
     return meter.found
 
 
-def rows_of(turns: dict[str, list[Turn]], with_traffic: bool) -> dict[str, dict[str, Any]]:
+def rows_of(
+    turns: dict[str, list[Turn]], variants: dict[str, tuple[str, int, str]], with_traffic: bool
+) -> dict[str, dict[str, Any]]:
     """The table: medians over rounds, and ratios of the same round to one process, or to AdamW alone."""
     rows: dict[str, dict[str, Any]] = {}
     for name, own in turns.items():
-        ranks, kind = VARIANTS[name][1:]
+        _, ranks, kind = variants[name]
         rows[name] = row = {"rounds_ms": [turn.wall * 1e3 for turn in own]}
         for key in ("wall", "cpu", "orthogonalizing"):
             row[f"{key}_ms"] = statistics.median(getattr(turn, key) for turn in own) * 1e3
@@ -165,13 +166,10 @@ def price(options: argparse.Namespace) -> None:
     """Print the table, and write it to `options.json`."""
     facts = machine()
 
-    def run(name: str) -> Turn:
-        return launcher.launch(
-            on_rank, (name, Job(options.width, 8, 4, WARMUP_STEPS, options.steps)), VARIANTS[name][1]
-        )
-
-    names = [name for name, (_, _, kind) in VARIANTS.items() if kind == "muon" or options.traffic]
-    turns = take_turns({name: partial(run, name) for name in names}, options.rounds)
-    rows = rows_of(turns, options.traffic)
+    job = Job(options.width, 8, 4, WARMUP_STEPS, options.steps)
+    measured = {name: each for name, each in variants(options.ranks).items() if each[2] == "muon" or options.traffic}
+    runs = {name: partial(launcher.launch, on_rank, (*each, job), each[1]) for name, each in measured.items()}
+    turns = take_turns(runs, options.rounds)
+    rows = rows_of(turns, measured, options.traffic)
     print(f"{described(facts)}; {options.rounds} rounds of {options.steps} steps; width {options.width}, 8 blocks")
     report(options, facts, rows, COLUMNS)

@@ -152,6 +152,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="with --price: turns of each variant")
     parser.add_argument("--steps", type=int, default=10, help="with --price: steps in a turn that count")
     parser.add_argument("--width", type=int, default=256, help="with --price: of the model")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="with --price")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     options = parser.parse_args()
     if options.price:
