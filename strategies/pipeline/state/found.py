@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.strategies.modules.absent import is_here
 from lockstep.strategies.modules.blocks import OF_TORCH, measures
+from lockstep.strategies.modules.parameter_hooks import attributes
 from lockstep.strategies.modules.side_effect_free import PlainValues, differ
 from lockstep.strategies.pipeline.state.marks import PLAIN
 from lockstep.strategies.pipeline.state.snapshot import MANY, is_followed
@@ -85,7 +86,7 @@ def scan(holders: Iterable[Any], stored: Collection[str] = ()) -> Found:
             for name, buffer in module._buffers.items():
                 if buffer is not None and is_here(buffer):
                     numbers[module, name, BUFFER] = buffer
-        for name, value in vars(module).items():
+        for name, value in (attributes(module) if isinstance(module, Tensor) else vars(module)).items():
             if name in _NO_STATE:
                 continue
             if isinstance(value, PLAIN):

@@ -48,7 +48,7 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "pipeline": (Pipeline, 2),
     "deepspeed 2": (DeepSpeed, 2),
 }
-FAST = ("single", "single, recomputed", "dp", "model", "ddp")  # a test below compiles blocks under tensor
+FAST = ("single", "single, recomputed", "dp", "model", "ddp", "pipeline")  # a test below compiles blocks under tensor
 
 graphs: list[Any] = []
 
