@@ -49,6 +49,7 @@ class Samples:
         self._in_bulk = one_by_one and bool(getattr(inner, "__getitems__", None))
         self._is_tensor = type(dataset) is torch.Tensor
         self._tensors = _stacked(dataset) if one_by_one and collate_fn is default_collate else None
+        self.runs_user_code = self._tensors is None
         self._rows_of = dataset.tensors if self._tensors is not None and not self._is_tensor else None
         self.may_filter = self._tensors is None and (self._in_bulk or collate_fn is not default_collate)
         """Whether the user's own function makes batches and so may leave samples out."""

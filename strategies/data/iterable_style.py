@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from lockstep.strategies.data.fetchers import Items
 from lockstep.strategies.data.order import SamplerState
+from lockstep.strategies.data.randomness import Watched
 from lockstep.strategies.data.source import Piece, Share, Source, cannot_share, divisors, length_of, name_of
 from lockstep.strategies.data.workers import Workers
 
@@ -34,6 +35,7 @@ class Streamed(Source):
         self.window_micro_batches = share.accumulate
         self.batch_size = None if loader is None else loader.batch_size
         self._iterable = iterable
+        self._collate_fn = None if loader is None or loader.collate_fn is default_collate else loader.collate_fn
         self._workers = None if loader is None else Workers(loader, share)
         self.shards_itself = self.counts_own = loader is not None and bool(getattr(iterable, "shards_itself", False))
         batch_size = self.batch_size
@@ -138,7 +140,9 @@ class Streamed(Source):
                 self._begin(epoch)
             self._loaded = None
             self._state.begin(epoch)
-        fetched = map(fetcher.__getitem__, keys) if self._workers is None else self._workers.run(fetcher, keys, epoch)
+        fetched = (
+            map(fetcher.__getitem__, keys) if self._workers is None else self._in(self._workers, fetcher, keys, epoch)
+        )
         still = max(1, self._workers.num_workers) if self.shards_itself and self._workers is not None else 1
         number = 0
         for parts in fetched:
@@ -151,6 +155,13 @@ class Streamed(Source):
             closes = 0 if number % self.window_parts else self.share.accumulate
             for i, (batch, num_samples, all_samples) in enumerate(parts):
                 yield batch, num_samples, all_samples, closes if i == len(parts) - 1 else 0
+
+    def _in(self, workers: Workers, fetcher: Items, keys: Iterator[Any], epoch: int) -> Iterator[Any]:
+        if self._collate_fn is None or not (self.share.virtual or workers.own_draws is not None):
+            return workers.run(fetcher, keys, epoch)
+        read = {"collate_fn": self._collate_fn}  # the dataset is iterated alike by all ranks and workers
+        watched = Watched(fetcher, read, workers.own_draws, refuses=bool(self.share.virtual))
+        return workers.run(watched, keys, epoch)
 
     def _begin(self, epoch: int) -> None:
         """Let the dataset be as when it first began `epoch`: each validation of a run, and its sanity check, is one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lockstep.strategies.data.batch_rows import count_samples, guess_batch_size
 from lockstep.strategies.data.fetchers import Samples
 from lockstep.strategies.data.order import SampleOrder
-from lockstep.strategies.data.randomness import Randomness
+from lockstep.strategies.data.randomness import Randomness, Watched
 from lockstep.strategies.data.source import (
     Piece,
     Share,
@@ -50,7 +50,7 @@ class Indexed(Source):
             )
         self.stateful = self.iterated = self.sample_order.sampler
         # A fetched key is a list of samples to collate, a list that the dataset takes whole, or one ready batch.
-        self._fetcher = Samples(
+        self._fetcher: Any = Samples(
             loader.dataset,
             share.collating(loader),
             share.seed,
@@ -59,6 +59,9 @@ class Indexed(Source):
             draws=self._workers.draws,
         )
         self.may_filter = self._fetcher.may_filter and not self.counts_own
+        if self._fetcher.runs_user_code and (share.virtual or self._workers.own_draws is not None):
+            read = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+            self._fetcher = Watched(self._fetcher, read, self._workers.own_draws, refuses=bool(share.virtual))
         self._measure()
 
     def lengths(self, epoch: int | None) -> list[int]:
@@ -112,9 +115,14 @@ class Indexed(Source):
             raise ValueError(f"start is a number of samples of the epoch, which has {length}, but start is {start}")
 
     def pieces(self, epoch: int, start: int, limit: int | None) -> Iterator[Piece]:
+        # what is drawn up to there, as a sampler or ready batches are read again, was drawn before
+        put_back = self.share.held.now() if start and self.share.held is not None else None
         if start and self.counts_own:
             start = self._items_before(epoch, start)
         tasks = self._tasks(epoch, start, limit)
+        if put_back is not None:
+            tasks = chain([*islice(tasks, 1)], tasks)
+            put_back()
         counts: deque[tuple[int, int, int, int]] = deque()
 
         def keys() -> Iterator[tuple[int, int, Any]]:
@@ -138,7 +146,7 @@ class Indexed(Source):
     def stand_in(self) -> Any:
         """The first batch, in the order of epoch 0, that has a sample."""
         order = self.sample_order
-        with order.apart():  # other ranks may not need to
+        with order.apart(), self.share.unmoved():  # other ranks may not need to
             batches = order.replay(0) if self._batches else order.units(0, 0, 1)
             for indices in batches:
                 with Randomness(0):  # what the dataset draws here is nobody's

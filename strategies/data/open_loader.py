@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -32,9 +32,7 @@ _OWN, _PADDING = 1, 2
 def source_of(loader: Any, share: Share, shuffle: bool | None) -> Source:
     if isinstance(loader, CombinedLoader):
         return Combined(loader, share, shuffle)
-    if isinstance(loader, DataLoader) and all(
-        getattr(type(loader), name).__module__ in READS_AS_TORCH for name in ("__iter__", "_get_iterator")
-    ):
+    if _reads_as_torch(loader):
         if getattr(loader, "next_iter_state", None) is not None:
             raise ValueError(
                 f"a {type(loader).__name__} with a loaded state would begin elsewhere than the run: remove its "
@@ -58,6 +56,24 @@ def source_of(loader: Any, share: Share, shuffle: bool | None) -> Source:
         f"{f'the class {loader.__name__}' if isinstance(loader, type) else type(loader).__name__}; "
         + ("pass an object of it" if isinstance(loader, type) else "pass a DataLoader")
     )
+
+
+def _reads_as_torch(loader: Any) -> TypeGuard[DataLoader[Any]]:
+    return isinstance(loader, DataLoader) and all(
+        getattr(type(loader), name).__module__ in READS_AS_TORCH for name in ("__iter__", "_get_iterator")
+    )
+
+
+def read_by(loader: Any) -> dict[str, Any]:
+    """By name the datasets and collate functions that user code reads batches with in this process, but for what is
+    iterated, which is read again where a run continues."""
+    if isinstance(loader, CombinedLoader):
+        loaders = enumerate(loader.named().values())
+        return {f"{i}.{name}": part for i, each in loaders for name, part in read_by(each).items()}
+    if not _reads_as_torch(loader):
+        return {} if isinstance(loader, DataLoader) or hasattr(loader, "__iter__") else {"dataset": loader}
+    found = {} if isinstance(loader.dataset, IterableDataset) else {"dataset": loader.dataset}
+    return found | {"collate_fn": loader.collate_fn}
 
 
 def refuse_dataset(loader: Any) -> None:
@@ -166,13 +182,17 @@ class Combined(Source):
                 f"CombinedLoader resumes within an epoch by reading its loaders again, but {own[0]!r} has a state of "
                 "its own; resume a checkpoint of the end of an epoch"
             )
+        put_back = share.held.now() if start and share.held is not None else None
         first = self._units_before(epoch, start) if start else 0
         places = _Places(share, first, end, self._length is not None)
         mine, num_samples, all_samples = None, 0, 0
         asked: list[tuple[Source, Any, int]] = []
         inside, open_ = 0, False
         units = self._units(epoch, end, places.fetches)
-        for unit, (batch, its_parts) in enumerate(islice(units, first, end if end is None else max(first, end)), first):
+        deque(islice(units, first), maxlen=0)
+        if put_back is not None:  # what was drawn up to there was drawn before
+            put_back()
+        for unit, (batch, its_parts) in enumerate(islice(units, None if end is None else max(0, end - first)), first):
             inside, rank, num_ranks = places.of(unit)
             its_samples = sum(number for _, _, number in its_parts)
             all_samples += its_samples

@@ -13,13 +13,22 @@ from itertools import chain, islice
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from lockstep.strategies.data.fetchers import Once, escaped
 from lockstep.strategies.data.permutation import Permutation, mix
 from lockstep.strategies.data.randomness import EPOCHS, Randomness, announce
 from lockstep.strategies.data.source import Share, length_of, name_of, parts_within
 from lockstep.strategies.launch.program.attributes import Attributes
+from lockstep.strategies.launch.program.held_search import search
+from lockstep.strategies.launch.program.held_state import put_state
 
 READ_AHEAD, _READ_AHEAD_BATCHES = 1024, 32
 """Indices, or batches of them, of a user's sampler that are read at once, as switching the random state costs about 0.1
@@ -101,7 +110,32 @@ ATTRIBUTES = "attributes"
 
 def _with_state(owner: Any) -> Any:
     own = hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
-    return owner if own and not isinstance(owner, DataLoader) else Attributes(owner)
+    if own and not isinstance(owner, DataLoader):
+        return owner
+    return _Stream(owner) if isinstance(owner, IterableDataset) else Attributes(owner)
+
+
+class _Stream(Attributes):
+    """Also the generators and numbers of other objects that an iterable dataset holds, such as transforms."""
+
+    def __init__(self, owner: Any) -> None:
+        self._reached = search({_REACHED: owner})
+        super().__init__(owner)
+
+    def state_dict(self) -> dict[str, Any]:
+        now, first = search({_REACHED: self._owner}), self._reached
+        inner = {key: state for key, state in now.states.items() if key[0] != _REACHED}
+        kept = {" ".join(key): state for key, state in inner.items() if now.may_put(key, state, first)}
+        return super().state_dict() | kept
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict({name: each for name, each in state.items() if " " not in name})
+        places = {" ".join(key): place for key, place in search({_REACHED: self._owner}).places.items()}
+        for name in state.keys() & places.keys():
+            put_state(places[name], state[name])
+
+
+_REACHED = "dataset"
 
 
 def other_indices(sampler: str, kind: str, place: str, first: int) -> RuntimeError:

@@ -1,15 +1,31 @@
-"""The random numbers that a user's dataset and sampler draw: the same on any number of ranks and workers."""
+"""The random numbers that a user's dataset and sampler draw: the same on any number of ranks and workers; and what they
+draw or count by themselves, which is kept, or noticed."""
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from lockstep.strategies.data.permutation import mix
+from lockstep.strategies.launch.program.attributes import is_same
+from lockstep.strategies.launch.program.held_search import moved, search
+from lockstep.strategies.launch.program.held_state import Held, is_number, put_into, put_state, state_of
+
+_log = logging.getLogger("lockstep")
+
+HELD = "held"
+"""In the state of a loader: what its dataset and collate function hold."""
+_LOOKS = 16
+"""Fetches of a worker in which it is seen what user code draws by itself; of later ones in every power of two."""
 
 
 class Randomness:
@@ -73,16 +89,173 @@ def _set_numpy(generator: Any, gauss: Gauss) -> None:
 
 
 class Draws:
-    """Notes in a worker, for its rank to see, that the user's code has drawn random numbers."""
+    """Notes in a worker, for its rank to see, that the user's code has drawn random numbers, and from what."""
 
     def __init__(self) -> None:
-        self._noted = torch.zeros(1, dtype=torch.bool).share_memory_()
+        self._noted = torch.zeros(512, dtype=torch.uint8).share_memory_()
 
-    def note(self) -> None:
-        self._noted.fill_(True)
+    def note(self, name: str = "") -> None:
+        text = name.encode()[:500]
+        self._noted[1 : 1 + len(text)] = torch.tensor([*text], dtype=torch.uint8)
+        self._noted[0] = 1  # last, as the rank then reads the name
+
+    @property
+    def name(self) -> str:
+        return bytes(self._noted[1:].tolist()).rstrip(b"\0").decode(errors="replace")
 
     def __bool__(self) -> bool:
-        return bool(self._noted)
+        return bool(self._noted[0])
+
+
+class HeldState:
+    """The generators and numbers that `roots` hold, by name, and which of them have changed since now."""
+
+    def __init__(self, roots: Mapping[str, Any], rank: int = 0) -> None:
+        self._roots, self._rank = roots, rank
+        self._first = search(self._roots)
+        self._known: set[tuple[str, str]] = set()
+        """Of what the run that is resumed had changed."""
+        self._began: Held | None = None
+
+    def __reduce__(self) -> Any:  # a DataLoader worker has the dataset itself
+        return HeldState, ({}, self._rank)
+
+    def now(self) -> Callable[[], None]:
+        """What lets all be as it is now."""
+        return partial(self._put, search(self._roots))
+
+    @contextmanager
+    def unmoved(self) -> Iterator[None]:
+        put_back = self.now()
+        try:
+            yield
+        finally:
+            put_back()
+
+    def begin(self) -> None:
+        """Note what is held as the data begins to be read."""
+        self._began = search(self._roots)
+
+    def put_back(self) -> None:
+        """Let all be as before the data was read last."""
+        if self._began is not None:
+            self._put(self._began)
+            self._began = None
+
+    def _put(self, then: Held) -> None:
+        now = search(self._roots)
+        for key, place in now.places.items():
+            state = then.states.get(key)
+            if state is not None and not is_same(now.states[key], state) and now.may_put(key, state, then):
+                put_state(place, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        now, first = search(self._roots), self._first
+        kept: dict[str, dict[str, Any]] = {}
+        lost = []
+        for key, state in now.states.items():
+            before = first.states.get(key)
+            if key not in self._known and before is not None and is_same(state, before):
+                continue
+            if now.may_put(key, state, first):
+                kept.setdefault(key[0], {})[key[1]] = state
+            elif before is not None and is_number(before) and is_number(state):
+                lost.append(now.places[key].shown)
+        found = ({"kept": kept} if kept else {}) | ({"lost": lost} if lost else {})
+        return {HELD: found} if found else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Take up the part of `state` that `state_dict` gave; return the rest."""
+        held: Mapping[str, Any] = state.get(HELD, {})
+        now, lost = search(self._roots) if held else Held(), [*held.get("lost", ())]
+        for owner, states in held.get("kept", {}).items():
+            for name, each in states.items():
+                self._known.add((owner, name))
+                if (owner, name) in now.places:
+                    put_state(now.places[owner, name], each)
+                elif owner in now.owners and name not in now.owners[owner]:  # made as it is first used
+                    now.owners[owner][name] = put_into(None, each)
+                else:
+                    lost.append(f"{owner}.{name}")
+        if lost and self._rank == 0:
+            _log.warning(
+                "these generators and numbers, which reading data had changed, begin as they are built: "
+                f"{', '.join(sorted(lost)[:10])}{', …' * (len(lost) > 10)}; they are not there, or were not saved "
+                "because what their object holds beside them is not (a cache, an open file): keep them in an object of "
+                "their own, or derive them from the index"
+            )
+        return {key: value for key, value in state.items() if key != HELD}
+
+
+class Watched:
+    """A fetcher that notices what user code draws from generators of its own, or counts, from fetch to fetch."""
+
+    def __init__(self, fetcher: Any, roots: Mapping[str, Any], draws: Draws | None, refuses: bool) -> None:
+        """`draws` notes it where there are workers. With `refuses` every fetch is compared, and OwnDraws raised
+        without workers."""
+        self.fetcher = fetcher
+        self._roots, self._draws, self._refuses = roots, draws, refuses
+        self._fetches, self._moved, self._held = 0, Counter[tuple[str, str]](), Held()
+
+    @property
+    def dataset(self) -> Any:
+        return self.fetcher.dataset
+
+    @property
+    def may_filter(self) -> bool:
+        return bool(self.fetcher.may_filter)
+
+    def __reduce__(self) -> Any:
+        return Watched, (self.fetcher, self._roots, self._draws, self._refuses)
+
+    def __getitem__(self, key: Any) -> Any:
+        self._fetches += 1
+        new = self._fetches & (self._fetches - 1) == 0
+        if not (new or self._refuses or self._fetches <= _LOOKS) or (self._draws is not None and self._draws):
+            return self.fetcher[key]
+        if new:  # what is held may be made as samples are read
+            self._held = search(self._roots)
+        before = [(at, place.get(), state_of(place.get())) for at, place in self._held.places.items()]
+        batch = self.fetcher[key]
+        for at, held, state in before:
+            place = self._held.places[at]
+            if state is not None and moved(place, held, state, self._held.reseeds):
+                self._moved[at] += 1  # what is made once, or set once, is what each copy makes
+                if self._moved[at] == 2:
+                    self._note(place.shown, is_number(state))
+        return batch
+
+    def _note(self, name: str, counts: bool) -> None:
+        done = f"{name} is {'changed' if counts else 'drawn from'} as samples are read"
+        if self._draws is not None and get_worker_info() is not None:
+            self._draws.note(done)
+        elif self._refuses:
+            raise refused(done)
+
+
+class OwnDraws(ValueError):
+    """What user code draws or counts by itself would depend on the number of ranks."""
+
+
+def refused(done: str) -> OwnDraws:
+    return OwnDraws(
+        f"{done}, which a rank does for the samples that it reads alone, so that with virtual_ranks, learners, clients "
+        f"and workers of a parameter server it would depend on the number of ranks; {_INSTEAD}"
+    )
+
+
+_INSTEAD = (
+    "draw from the streams of torch, Python (random) or numpy (numpy.random), which Lockstep seeds by the place of the "
+    "sample, or derive it from the index"
+)
+
+
+def warning_of(done: str) -> str:
+    """What to warn of where workers have done it."""
+    return (
+        f"{done}, in copies of DataLoader workers that no checkpoint holds, so that it depends on num_workers and is "
+        f"not continued by a resumed run; {_INSTEAD}"
+    )
 
 
 def drawn_from() -> tuple[bytes, Any, bytes, int, Gauss]:

@@ -14,7 +14,8 @@ from itertools import islice
 from typing import Any
 
 from lockstep.strategies.data.batch_rows import count_samples
-from lockstep.strategies.data.open_loader import source_of
+from lockstep.strategies.data.open_loader import read_by, source_of
+from lockstep.strategies.data.randomness import HeldState
 from lockstep.strategies.data.sample_axis import Shown
 from lockstep.strategies.data.source import Order, Share
 
@@ -116,7 +117,8 @@ class ShardedLoader:
         self.dataset = getattr(loader, "dataset", loader)
         """The dataset of the loader; the loader itself where it has none."""
         self._shuffle = shuffle
-        share = Share(rank, size, seed, _positive(accumulate), split, virtual=tuple(virtual), groups=groups)
+        self._held = held = HeldState(read_by(loader), rank)
+        share = Share(rank, size, seed, _positive(accumulate), split, virtual=tuple(virtual), groups=groups, held=held)
         self._source = source_of(loader, share, shuffle)
         self._sum, self._first = sum_over_ranks, first_of_ranks
         self._last: Any = None
@@ -141,12 +143,10 @@ class ShardedLoader:
         if start < 0 or (limit is not None and limit < 0):
             raise ValueError(f"start and limit must not be negative, but start is {start} and limit is {limit}")
         self._source.check(start)
+        self._held.begin()
         limit = self._source.limit_here(limit)
-        return (
-            self._agreed_windows(epoch, start, limit)
-            if self._source.shards_itself
-            else self._windows(epoch, start, limit)
-        )
+        windows = self._agreed_windows if self._source.shards_itself else self._windows
+        return windows(epoch, start, limit)
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches of epoch 0, read apart from any `windows`; other ranks need not take part."""
@@ -194,9 +194,8 @@ class ShardedLoader:
     def num_windows(self, limit: int | None = None) -> int | None:
         """Windows of an epoch of at most `limit` batches a rank, or None where its length is unknown."""
         total = self._source.num_micro_batches
-        if total is None:
-            return None
-        return -(-(total if limit is None else min(total, limit)) // self._source.window_micro_batches)
+        wanted = total if total is None or limit is None else min(total, limit)
+        return None if wanted is None else -(-wanted // self._source.window_micro_batches)
 
     @property
     def num_micro_batches(self) -> int:
@@ -252,9 +251,9 @@ class ShardedLoader:
 
         Raises ValueError for a number below 1, and if batches cannot be split so.
         """
-        share, state = replace(self._source.share, accumulate=_positive(accumulate)), self.state_dict()
+        share, state = replace(self._source.share, accumulate=_positive(accumulate)), self._source.state_dict()
         self._source = source_of(self.loader, share, self._shuffle)
-        self.load_state_dict(state)
+        self._source.load_state_dict(state)
         if share.planned:
             self._source.check_planned(0)
 
@@ -286,19 +285,20 @@ class ShardedLoader:
         self._source = source_of(self.loader, share, self._shuffle)
 
     def put_back(self) -> None:
-        """Let the sampler, or iterable dataset read without workers, be as before the last `windows` were read."""
+        """Let samplers, and what reads samples in this process, be as before the last `windows` were read."""
         self._source.put_back()
+        self._held.put_back()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the sampler, or of an iterable dataset read without workers, after the last window read: the
-        same on all ranks unless the dataset shards itself. Else {}, and resuming replays."""
-        return self._source.state_dict()
+        """The state of the sampler, or of an iterable dataset read without workers, after the last window read: the same
+        on all ranks unless the dataset shards itself; and what a map-style dataset holds. Else resuming replays."""
+        return self._source.state_dict() | self._held.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], ranks: int = 0) -> None:
         """Take `state` for the next `windows` of its epoch, which then need not replay, or of the epoch that
         follows. `ranks`: how many saw different samples where it was saved, if not as many as here; of a dataset that
         shards itself it is then nobody's."""
-        share = self._source.share
+        share, state = self._source.share, self._held.load_state_dict(state)
         if ranks not in (0, share.size):
             if self._source.shards_itself:
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any, TypeAlias
@@ -12,6 +13,7 @@ from typing import Any, TypeAlias
 from torch.utils.data import DataLoader, default_collate
 
 from lockstep.strategies.data.batch_rows import count_samples, rows_each
+from lockstep.strategies.data.randomness import HeldState
 from lockstep.strategies.data.sample_axis import Shown
 
 Piece: TypeAlias = tuple[Any, int, int, int]
@@ -43,6 +45,12 @@ class Share:
     """Groups of neighboring ranks, as many in each, that a micro-batch is cut into first: learners of local updates."""
     shown: Shown | None = None
     """What learns from a user's collate function where samples are in its batches."""
+    held: HeldState | None = None
+    """What datasets and collate functions hold; None in one of several loaders."""
+
+    def unmoved(self) -> AbstractContextManager[None]:
+        """What is read within is read again by a run, or by none: what datasets hold stays."""
+        return nullcontext() if self.held is None else self.held.unmoved()
 
     def collating(self, loader: DataLoader[Any]) -> Any:
         """What makes its batches; torch's own collate function puts samples first."""

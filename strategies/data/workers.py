@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.strategies.data.fetchers import escaped
 from lockstep.strategies.data.permutation import mix
-from lockstep.strategies.data.randomness import Draws
+from lockstep.strategies.data.randomness import Draws, refused, warning_of
 from lockstep.strategies.data.source import Share
 
 
@@ -49,6 +49,8 @@ class Workers:
         parts = share.cuts_batches or (streams and share.size > 1 and not share.virtual)
         self.draws = Draws() if loader.num_workers and parts else None
         """Whether a batch that is made in parts has drawn random numbers as a whole; None where all is exact."""
+        self.own_draws = Draws() if loader.num_workers else None
+        """What copies in workers draw from generators of their own, or count; None once it was reported."""
         self._made_by = getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__)
         self._kept: tuple[_Keys, DataLoader[Any]] | None = None
         self._busy = False
@@ -63,6 +65,8 @@ class Workers:
             for batch in batches:
                 if self.draws:
                     self._warn_of_draws()
+                if self.own_draws:
+                    self._report_own_draws(self.own_draws.name)
                 yield batch
 
     def _warn_of_draws(self) -> None:
@@ -74,6 +78,13 @@ class Workers:
                 "each sample in the dataset, or in the step",
                 stacklevel=2,
             )
+
+    def _report_own_draws(self, done: str) -> None:
+        self.own_draws = None
+        if self._share.virtual:
+            raise refused(done)
+        if self._share.rank == 0:
+            warnings.warn(warning_of(done), stacklevel=2)
 
     def _run(self, fetcher: Any, keys: Iterator[Any], epoch: int) -> Generator[Any, None, None]:
         if not self.reads_ahead:

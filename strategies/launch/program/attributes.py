@@ -34,7 +34,7 @@ class Attributes:
         """Of what the run that is resumed had changed."""
 
     def state_dict(self) -> dict[str, Any]:
-        found = ((path, _content(value)) for path, _, value in _attributes(self._owner))
+        found = ((path, content_of(value)) for path, _, value in _attributes(self._owner))
         return {path: content for path, content in found if content is not None}
 
     def lacks(self, state: Mapping[str, Any]) -> bool:
@@ -44,7 +44,7 @@ class Attributes:
 
     def changed(self, state: Mapping[str, Any]) -> set[str]:
         """The names of what is not in `state` as it was at first."""
-        names = {name for name, content in state.items() if not _is_same(content, self._first.get(name))}
+        names = {name for name, content in state.items() if not is_same(content, self._first.get(name))}
         return names | (self._known & state.keys())
 
     def resume(self, state: Mapping[str, Any], changed: Iterable[str]) -> None:
@@ -58,8 +58,8 @@ class Attributes:
             while "." in name and holder is not None:
                 inner, name = name.split(".", 1)
                 holder = getattr(holder.get(inner), "__dict__", None)
-            if holder is not None and not _is_same(_content(holder.get(name)), content):
-                holder[name] = _put(holder.get(name), content)
+            if holder is not None and not is_same(content_of(holder.get(name)), content):
+                holder[name] = put_content(holder.get(name), content)
 
 
 def _attributes(owner: Any, before: str = "", depth: int = 3) -> Iterator[tuple[str, Any, Any]]:
@@ -70,7 +70,7 @@ def _attributes(owner: Any, before: str = "", depth: int = 3) -> Iterator[tuple[
             yield f"{before}{name}", owner, value
 
 
-def _content(value: Any) -> dict[str, Any] | None:
+def content_of(value: Any) -> dict[str, Any] | None:
     """A copy of what an attribute holds, in data that a checkpoint holds; None if it is not kept."""
     if isinstance(value, generators()):
         found = generator_content(value)
@@ -115,11 +115,11 @@ def _are_scalars(values: Iterable[Any]) -> bool:
     return set(map(type, values)) <= _SCALARS
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def is_same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
     if isinstance(one, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, np.ndarray):
@@ -127,7 +127,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _put(now: Any, content: Mapping[str, Any]) -> Any:
+def put_content(now: Any, content: Mapping[str, Any]) -> Any:
     """The attribute with that content: the object that it is now, as others may hold it, if it is of the kind."""
     if "generator" in content:
         return generator_of(content["generator"], now)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.strategies.data.map_style import Indexed
 from lockstep.strategies.data.permutation import Permutation, mix
+from lockstep.strategies.data.randomness import OwnDraws
 from lockstep.strategies.data.sharded_loader import MicroBatch, ShardedLoader, Window
 from lockstep.strategies.data.source import name_of
 from lockstep.strategies.methods.federated.clients import Clients, Population, population_of
@@ -274,6 +275,8 @@ class _Reader:
         self._next = -1  # if reading fails
         try:
             batch = next(self._batches)
+        except OwnDraws as error:
+            raise NotRead(str(error)) from None
         except (OSError, EOFError) as error:
             raise NotRead(
                 f"reading a batch of a client failed with {type(error).__name__}, which may be of this machine and not "
