@@ -290,8 +290,8 @@ class ShardedLoader:
         self._held.put_back()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the sampler, or of an iterable dataset read without workers, after the last window read: the same
-        on all ranks unless the dataset shards itself; and what a map-style dataset holds. Else resuming replays."""
+        """The state of the sampler, or of an iterable dataset read without workers, after the last window read (the
+        same on all ranks unless it shards itself), and what a map-style dataset holds. Else resuming replays."""
         return self._source.state_dict() | self._held.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], ranks: int = 0) -> None:
