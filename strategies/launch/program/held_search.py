@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dis
 import functools
 import os
 import random
@@ -11,8 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import chain
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from lockstep.strategies.launch.failure import libraries
 from lockstep.strategies.launch.program.attributes import is_same
 from lockstep.strategies.launch.program.functions import OTHERS, variables_of
 from lockstep.strategies.launch.program.held_state import Held, Place, is_number, state_of
-from lockstep.strategies.launch.program.reads import read_first
+from lockstep.strategies.launch.program.reads import is_carried, names_in
 from lockstep.strategies.launch.program.values import slots
 
 _MOST, _MANY, _MOST_ITEMS = 4096, 1024, 2**16
@@ -37,7 +35,6 @@ _HOLDERS = (partial, SimpleNamespace, argparse.Namespace)
 """Classes of the standard library whose objects hold what users put into them."""
 _OF_LAYERS = frozenset(vars(nn.Module())) - {"training"}
 _RESEEDS = frozenset({"seed", "manual_seed", "set_state", "setstate"})
-_CHANGES = ("STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL", "DELETE_DEREF")
 _NOTHING = object()
 
 
@@ -63,7 +60,7 @@ def moved(place: Place, held: Any, state: Mapping[str, Any], reseeds: bool) -> b
         return place.get() is held and before["kind"] == after["kind"] and (not reseeds or _follows(before, after))
     if "value" not in state or place.kind is None:
         return type(state.get("value", 0)) not in (bool, type(None))
-    return is_number(state) and is_number(now) and _is_read(place.kind, place.name)
+    return is_number(state) and is_number(now) and is_carried(place.kind, place.name)
 
 
 def _follows(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
@@ -75,28 +72,6 @@ def _follows(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     if before["kind"] == "random":
         return bool(one[1][:-1] == other[1][:-1])
     return before["kind"] != "RandomState" or np.array_equal(one["state"]["key"], other["state"]["key"])
-
-
-@functools.cache
-def _is_read(kind: Any, name: str) -> bool:
-    """Whether methods of a class read an attribute before they set it; of one that others set nobody knows."""
-    members = {key: value for base in reversed(kind.__mro__) for key, value in vars(base).items()}
-    codes = [value.__code__ for value in members.values() if isinstance(value, FunctionType)]
-    if not any(name in set_by(code) for code in codes):
-        return True
-    called = {each for code in codes for each in _names_in(code)[0]}
-    first = [key for key in members if key in _ENTRIES or (not key.startswith("__") and key not in called)]
-    return name in read_first(kind, tuple(sorted(first)))
-
-
-_ENTRIES = ("__getitem__", "__getitems__", "__call__", "__iter__", "__next__")
-
-
-def set_by(code: CodeType) -> set[str]:
-    """The attributes that a function sets, of whatever object."""
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    own = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
-    return own.union(*map(set_by, inner))
 
 
 def is_of_program(kind: Any) -> bool:
@@ -206,7 +181,7 @@ class _Search:
             self._next.append((path, wrapped))
         if not is_of_program(function):
             return
-        named, changed = _names_in(function.__code__)
+        named, changed = names_in(function.__code__)
         self.found.reseeds |= not _RESEEDS.isdisjoint(named)
         shown, variables = function.__qualname__, function.__globals__
         for name, cell, _ in variables_of(function):
@@ -284,12 +259,3 @@ def _in_cell(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:
         return _NOTHING
-
-
-@functools.lru_cache(4096)
-def _names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """What a function names of globals and attributes, and the variables outside of it that it sets."""
-    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
-    changed = {each.argval for each in dis.get_instructions(code) if each.opname in _CHANGES}
-    named = chain(code.co_names, *(names for names, _ in inner))
-    return frozenset(named), frozenset(changed.union(*(names for _, names in inner)))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lockstep.strategies.launch.program.attributes import content_of, put_content
 from lockstep.strategies.launch.program.generators import generator_content, generators
+from lockstep.strategies.launch.program.reads import is_set_by_reading
 
 _NUMBERS = (bool, int, float, type(None))
 
@@ -46,9 +47,12 @@ class Held:
     """Whether code that was found names what seeds a generator."""
 
     def may_put(self, key: tuple[str, str], state: Mapping[str, Any], then: Held) -> bool:
-        """Whether what was held `then` can be had without what is not kept: a generator, or a number beside which
-        nothing else has changed, as it may be about that."""
-        return "generator" in state or self.others.get(key[0]) == then.others.get(key[0])
+        """Whether what was held `then` can be had without what is not kept: a generator; a number beside which nothing
+        else has changed, as it may be about that; and one that reading does not set."""
+        if "generator" in state or self.others.get(key[0]) == then.others.get(key[0]):
+            return True
+        kind = self.places[key].kind
+        return kind is not None and not is_set_by_reading(kind, key[1])
 
 
 def is_number(state: Mapping[str, Any]) -> bool:

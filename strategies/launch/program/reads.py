@@ -1,4 +1,4 @@
-"""Which attributes methods read before they set them."""
+"""Which attributes methods read before they set them, and what functions name and set."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dis
 import functools
 import inspect
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -14,6 +14,9 @@ from lockstep.strategies.launch.program.functions import OTHERS
 
 _LOADS = ("LOAD_FAST", "LOAD_DEREF")
 _COPIES = ("COPY", "DUP_TOP")
+_CHANGES = ("STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL", "DELETE_DEREF")
+_READING = ("__getitem__", "__getitems__", "__call__", "__iter__", "__next__", "forward")
+"""Methods by which others read a dataset, or call a transform."""
 _IS_NONE = (["LOAD_CONST", "IS_OP"], ["LOAD_CONST", "COMPARE_OP"])
 
 
@@ -74,3 +77,49 @@ def _uses(code: CodeType, own: str) -> Iterator[tuple[str, bool]]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType) and own in inner.co_freevars:
             yield from _uses(inner, own)
+
+
+@functools.cache
+def is_carried(kind: type, name: str) -> bool:
+    """Whether methods of a class read an attribute before they set it, so that what one call has left the next one may
+    use; so they may with one that only others set."""
+    codes = _codes_of(kind)
+    if not any(name in _set_by(code) for code in codes.values()):
+        return True
+    called = {each for code in codes.values() for each in names_in(code)[0]}
+    first = [key for key in codes if key in _READING or (not key.startswith("__") and key not in called)]
+    return name in read_first(kind, tuple(sorted(first)))
+
+
+@functools.cache
+def is_set_by_reading(kind: type, name: str) -> bool:
+    """Whether a method by which others read a dataset or call a transform, or one of its class that this may call, sets
+    an attribute. Of a class without such methods any."""
+    codes = _codes_of(kind)
+    found = [key for key in _READING if key in codes] or [key for key in codes if key != "__init__"]
+    for key in found:  # grows
+        found += (each for each in names_in(codes[key])[0] & codes.keys() if each not in found)
+    return any(name in _set_by(codes[key]) for key in found)
+
+
+def _codes_of(kind: type) -> dict[str, CodeType]:
+    """The methods of a class by name."""
+    members = {key: value for base in reversed(kind.__mro__) for key, value in vars(base).items()}
+    functions = {key: value.fget if isinstance(value, property) else value for key, value in members.items()}
+    return {key: value.__code__ for key, value in functions.items() if isinstance(value, FunctionType)}
+
+
+def _set_by(code: CodeType) -> set[str]:
+    """The attributes that a function sets, of whatever object."""
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    own = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
+    return own.union(*map(_set_by, inner))
+
+
+@functools.lru_cache(4096)
+def names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """What a function names of globals and attributes, and the variables outside of it that it sets."""
+    inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    changed = {each.argval for each in dis.get_instructions(code) if each.opname in _CHANGES}
+    named = chain(code.co_names, *(names for names, _ in inner))
+    return frozenset(named), frozenset(changed.union(*(names for _, names in inner)))
