@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -113,8 +113,9 @@ class _Search:
     def _visit(self, path: str, value: Any) -> None:
         if isinstance(value, FunctionType):
             self._function(path, value)
-        elif isinstance(value, MethodType):
-            self._next += [(path, value.__self__), (f"{path}()", value.__func__)]
+        elif isinstance(value, (MethodType, BuiltinMethodType)):  # also that of a generator, without the generator
+            self._place((path, ".__self__"), path, None, partial(_same, value.__self__), _leave, numbers=False)
+            self._next.append((f"{path}()", getattr(value, "__func__", None)))
         elif isinstance(value, partial):
             self._next += [(f"{path}.func", value.func), (f"{path}.args", value.args), (path, value.keywords)]
         elif isinstance(value, _CONTAINERS):
@@ -151,7 +152,7 @@ class _Search:
         numbers, own = is_of_program(kind) and not is_of_run, _dict_of(value)
         self.found.owners.setdefault(path, own)
         of_layers = _OF_LAYERS if isinstance(value, nn.Module) else ()
-        places = {name: (partial(own.get, name), partial(own.__setitem__, name)) for name in own}
+        places = {name: (partial(own.get, name), partial(own.__setitem__, name)) for name in [*own]}
         places |= {
             name: (partial(_in_slot, slot, value), partial(slot.__set__, value)) for name, slot in slots(kind).items()
         }
@@ -223,7 +224,7 @@ class _Search:
         if value is not _NOTHING and (numbers or not is_leaf):
             self.found.others.setdefault(owner, {})[name] = _roughly(value)
         if continues and not is_leaf and len(owner) < _LONGEST:
-            self._next.append((f"{owner}{name}" if name.startswith("[") else f"{owner}.{name}", value))
+            self._next.append((f"{owner}{name}" if name[0] in "[." else f"{owner}.{name}", value))
 
 
 def _roughly(value: Any) -> Any:
