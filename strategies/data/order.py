@@ -130,9 +130,11 @@ class _Stream(Attributes):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict({name: each for name, each in state.items() if " " not in name})
-        places = {" ".join(key): place for key, place in search({_REACHED: self._owner}).places.items()}
-        for name in state.keys() & places.keys():
-            put_state(places[name], state[name])
+        now = search({_REACHED: self._owner})
+        for key, place in now.places.items():
+            each = state.get(" ".join(key))
+            if each is not None and now.may_put(key, each, self._reached):
+                put_state(place, each)
 
 
 _REACHED = "dataset"

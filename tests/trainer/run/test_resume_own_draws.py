@@ -375,6 +375,22 @@ def test_a_number_beside_a_cache_is_not_saved_but_named(tmp_path: Path, caplog: 
     assert "begin as they are built: Caching.held" in caplog.text
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_validation_leaves_a_number_with_its_cache(streams: bool) -> None:
+    cached = Caching()
+
+    class Cached(IterableDataset[Any]):
+        def __init__(self) -> None:
+            self.inner = cached
+
+        def __iter__(self) -> Any:
+            return map(self.inner.__getitem__, range(16))
+
+    read = DataLoader(Cached() if streams else cached, 8)
+    quiet(max_epochs=2, num_sanity_val_steps=1).fit(net(), plain(SAMPLES), read)
+    assert cached.held == len(cached.cache) > 0
+
+
 def test_nothing_is_saved_of_data_that_draws_nothing(tmp_path: Path) -> None:
     trainer = quiet(max_epochs=1)
     trainer.fit(net(), plain(Noisy(torch.nn.Identity())))
