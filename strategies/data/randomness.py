@@ -171,7 +171,9 @@ class HeldState:
         for owner, states in held.get("kept", {}).items():
             for name, each in states.items():
                 self._known.add((owner, name))
-                if (owner, name) in now.places:
+                own = now.states.get((owner, name), each)
+                is_alike = own.get("value", 0) is None or ("generator" in own) is ("generator" in each)
+                if (owner, name) in now.places and is_alike:
                     put_state(now.places[owner, name], each)
                 elif owner in now.owners and name not in now.owners[owner]:  # made as it is first used
                     now.owners[owner][name] = put_into(None, each)

@@ -310,3 +310,14 @@ def test_millions_of_items_cost_nothing() -> None:
     for _ in range(10):
         assert list(state.state_dict()["held"]["kept"]["dataset"]) == ["rng"]
     assert time.perf_counter() - begin < 0.5
+
+
+def test_what_is_of_another_kind_now_stays_and_is_named(caplog: Any) -> None:
+    saved, now = OfNumpy(), OfNumpy()
+    state = HeldState({"dataset": saved})
+    saved.rng.random()
+    now.rng = 3  # type: ignore[assignment]
+    with caplog.at_level("WARNING", "lockstep"):
+        rest = HeldState({"dataset": now}).load_state_dict(state.state_dict() | {"epoch": 1})
+    assert now.rng == 3 and rest == {"epoch": 1}
+    assert "begin as they are built: dataset.rng" in caplog.text
