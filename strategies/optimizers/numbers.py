@@ -8,12 +8,15 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _NUMBERS = (bool, int, float, str, list, tuple, Tensor)
-_RATES = (float, int, tuple)
+_READ: Any = WeakTensorKeyDictionary()
+"""Of a tensor on an accelerator its version and what the host has read of it, for which it waits."""
 
 
 def numbers_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -69,8 +72,24 @@ def hash_of_rates(optimizers: Iterable[Optimizer]) -> int:
     """A hash of what each rank is to step with alike."""
     names = "lr", "momentum", "betas", "weight_decay"
     rates = [group.get(name) for optimizer in optimizers for group in optimizer.param_groups for name in names]
-    held = [rate for rate in rates if isinstance(rate, _RATES)]
     try:
-        return zlib.crc32(marshal.dumps(held, 2))  # later versions write which objects are shared, too
-    except ValueError:  # betas that are tensors
-        return zlib.crc32(repr(held).encode())
+        return zlib.crc32(marshal.dumps(rates, 2))  # later versions write which objects are shared, too
+    except ValueError:  # of a rate that is a tensor, or another object
+        return zlib.crc32(marshal.dumps([*map(_plain, rates)], 2))
+
+
+def _plain(rate: Any) -> Any:
+    """A rate as numbers; None if it is something else."""
+    if isinstance(rate, list | tuple):
+        return [*map(_plain, rate)]
+    if isinstance(rate, np.generic | np.ndarray):
+        return rate.tolist()
+    if type(rate) not in (Tensor, nn.Parameter) or rate.is_meta:
+        return rate if isinstance(rate, bool | int | float | str) else None
+    if rate.is_cpu or rate.is_inference():
+        return rate.tolist()
+    version, held = _READ.get(rate, (None, None))
+    if version != rate._version:
+        held = rate.tolist()
+        _READ[rate] = rate._version, held
+    return held

@@ -876,15 +876,34 @@ class RateByLoss(Base):
         return loss
 
 
+class TensorRateByLoss(RateByLoss):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = Base.training_step(self, batch, batch_idx)
+        for group in self.optimizers().param_groups:
+            group["lr"].fill_(0.01 * loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), torch.tensor(0.1, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
-def test_learning_rates_that_differ_between_ranks_are_refused(strategy: str) -> None:
+@pytest.mark.parametrize("kind", [RateByLoss, TensorRateByLoss])
+def test_learning_rates_that_differ_between_ranks_are_refused(strategy: str, kind: type[RateByLoss]) -> None:
     with pytest.raises(RuntimeError, match="the ranks disagree on their optimizers' learning rates"):
-        fitted(RateByLoss(), strategy, 2)
+        fitted(kind(), strategy, 2)
 
 
-def test_a_rate_that_slices_of_a_batch_set_is_refused() -> None:
+@pytest.mark.parametrize("kind", [RateByLoss, TensorRateByLoss])
+def test_a_rate_that_slices_of_a_batch_set_is_refused(kind: type[RateByLoss]) -> None:
     with pytest.raises(RuntimeError, match="and strategy 'dp' runs it on slices"):
-        fitted(RateByLoss(), "dp", 2)
+        fitted(kind(), "dp", 2)
+
+
+@pytest.mark.parametrize(("devices", "match"), [(1, "leave different numbers in param_groups"), (2, "disagree on")])
+def test_rates_in_tensors_that_shares_set_otherwise_are_refused(devices: int, match: str) -> None:
+    with pytest.raises(RuntimeError, match=match):
+        fitted(TensorRateByLoss(), "ddp" if devices == 2 else "single", devices, virtual_ranks=2)
 
 
 class Bag(Base):
