@@ -44,6 +44,29 @@ _LINEAR |= {f"{name}Backward{i}" for name in ("Squeeze", "Unsqueeze") for i in (
 _JOINED = "StackBackward0", "CatBackward0"
 _OF_PYTHON = torch.float64, torch.int64
 _OF_INPUTS = "Addmm", "Mm", "Bmm", "Convolution", "Linear", "Embedding", "MkldnnRnn", "CudnnRnn", "NativeLayerNorm"
+_OVER = {
+    "VarBackward0": "the variance",
+    "StdBackward0": "the standard deviation",
+    "TopkBackward0": "topk",
+    "SortBackward0": "sort",
+    "KthvalueBackward0": "kthvalue",
+    "MedianBackward1": "the median",
+    "LogsumexpBackward0": "logsumexp",
+    "SoftmaxBackward0": "softmax",
+    "LogSoftmaxBackward0": "log_softmax",
+    "LinalgVectorNormBackward0": "a norm",
+}
+_OVER |= dict.fromkeys(("MaxBackward0", "AmaxBackward0"), "the maximum")
+_OVER |= dict.fromkeys(("MinBackward0", "AminBackward0"), "the minimum")
+"""Of the dimension of samples: not a sum of what each gives."""
+_SUMS = "MeanBackward1", "SumBackward1", "MmBackward0"
+_BENDING = {f"{name}Backward0" for name in ("Relu", "Clamp", "ClampMin", "ClampMax", "Abs", "Softplus", "SmoothL1Loss")}
+_BENDING |= {*_FUNCTIONS, *_OVER, "MseLossBackward0"}
+_ALONG = {
+    f"{name}Backward0" for name in ("Mean", "Sum", "Slice", "Select", "Expand", "T", "Permute", "Transpose", "Rsub")
+}
+_ALONG |= _LINEAR | {*_SUMS[:2]} | _BENDING | {*_OVER, "RsubBackward1", "NllLossBackward0"}
+_LAYERS = (*_OF_INPUTS, "NativeBatchNorm", "CudnnBatchNorm", "NativeGroupNorm", "ScaledDotProduct")
 _MEAN, _SUM = 1, 2  # torch's numbers of reduction="mean" and "sum"
 
 
@@ -76,6 +99,14 @@ class FirstSteps:
                     f"training_step returns {found}, but a plain loss is taken for the mean over its samples, so the "
                     "numbers depend on how samples are split over batches and ranks; return Loss(total, count), such "
                     "as Loss(F.mse_loss(out, y, reduction='sum'), len(y)), or a mean of what each sample gives"
+                )
+                return output
+            if (found := _mixed(output, samples)) is not None:
+                self._looks = _LOOKS
+                _log.warning(
+                    f"training_step returns {found}, but sees the samples of one micro-batch of one rank, so the "
+                    "numbers depend on how samples are split over batches and ranks; let each sample give its own "
+                    "loss, or give it all that it compares: by `self.all_gather`, and in one micro-batch a step"
                 )
                 return output
             self._last = _means(output), samples, batch_idx
@@ -113,13 +144,17 @@ def watch(run: RunState, loop: FitLoop) -> None:
         loop.training_step = FirstSteps(run, loop)
 
 
-def _means(output: Any) -> list[float | Tensor]:
-    """The numbers of terms of the means that are nearest to a plain loss in its graph."""
+def _ends(output: Any) -> list[Any]:
+    """The nodes of plain losses."""
+    losses = [output]
     if isinstance(output, Mapping):
         losses = [output["loss"]] if "loss" in output else [*output.values()]  # one for each optimizer
-    else:
-        losses = [output]
-    nodes: list[Any] = [loss.grad_fn for loss in losses if isinstance(loss, Tensor) and loss.grad_fn is not None]
+    return [loss.grad_fn for loss in losses if isinstance(loss, Tensor) and loss.grad_fn is not None]
+
+
+def _means(output: Any) -> list[float | Tensor]:
+    """The numbers of terms of the means that are nearest to a plain loss in its graph."""
+    nodes = _ends(output)
     seen, counts = set(nodes), list[float | Tensor]()
     for node in islice(nodes, _NODES):  # which grows meanwhile
         if (count := _terms(node)) is not None:
@@ -133,9 +168,7 @@ def _means(output: Any) -> list[float | Tensor]:
 def _not_a_mean(output: Any, samples: float) -> str | None:
     """What a plain loss is if it is, or adds, a sum over samples or a nonlinear function of a mean; of what only
     weights go into, and of divisions, nothing is said."""
-    losses = [*output.values()] if isinstance(output, Mapping) and "loss" not in output else [output]
-    losses = [output["loss"]] if isinstance(output, Mapping) and "loss" in output else losses
-    waiting = [(loss.grad_fn, 1.0) for loss in losses if isinstance(loss, Tensor) and loss.grad_fn is not None]
+    waiting = [(node, 1.0) for node in _ends(output)]
     for node, factor in islice(waiting, _NODES if samples > 1 else 0):  # which grows meanwhile
         name, edges = type(node).__name__, [after for after, _ in node.next_functions if after is not None]
         if name in _FUNCTIONS and _is_of_data(edges):
@@ -156,6 +189,70 @@ def _not_a_mean(output: Any, samples: float) -> str | None:
         elif name == "MulBackward0" and all(_is_of_data([edge]) for edge in edges):
             return "a product of what its samples add up to"
     return None
+
+
+def _mixed(output: Any, samples: float) -> str | None:
+    """What a plain loss is if it compares the samples of a batch, after the last layers: all pairs of them, or by a
+    function over their dimension, unless it is a mean."""
+    waiting: list[tuple[Any, bool, bool]] = [(node, True, False) for node in _ends(output)]
+    seen = {node for node, *_ in waiting}
+    for node, is_along, bends in islice(waiting, 2 * _NODES if samples > 1 else 0):  # which grows meanwhile
+        name, edges = type(node).__name__, [after for after, _ in node.next_functions]
+        held: list[Any] = [after for after in edges if after is not None]
+        if _are_pairs(node, name, edges, samples):
+            return "a function of all pairs of its samples"
+        if is_along and (name in _OVER or (bends and name in _SUMS)) and _is_over(node, samples) and _is_of_data(held):
+            return f"a function ({_OVER.get(name, 'of a mean')}) over its samples"
+        if name.startswith(_LAYERS):
+            continue
+        is_product = name == "MulBackward0" and len(held) == 2 and all(_is_of_data([edge]) for edge in held)
+        is_along = is_along and (name in _ALONG or len(held) == 1 or is_product)
+        bends |= name in _BENDING or is_product
+        following = [after for after in held if after not in seen]
+        seen.update(following)
+        waiting += [(after, is_along, bends) for after in following]
+    return None
+
+
+def _are_pairs(node: Any, name: str, edges: list[Any], samples: float) -> bool:
+    """Whether a node combines each sample with each other."""
+    if (
+        len(edges) < 2
+        or None in edges[:2]
+        or name not in ("MmBackward0", "BmmBackward0", "CdistBackward0", "SubBackward0")
+    ):
+        return False
+    if name == "SubBackward0":
+        if any(type(edge).__name__ != "UnsqueezeBackward0" for edge in edges):
+            return False
+        is_pair = {edge._saved_dim for edge in edges} == {0, 1}
+    else:
+        first, second = ("x1", "x2") if name == "CdistBackward0" else ("self", "mat2")
+        sides = _saved(node, f"_raw_saved_{first}"), _saved(node, f"_raw_saved_{second}")
+        shapes = [
+            [*side.shape][-2:] for side in sides if side is not None and side.ndim < 4 and side.shape[:-2].numel() == 1
+        ]
+        rows = [shape[-1 if name != "CdistBackward0" and i else 0] for i, shape in enumerate(shapes)]
+        is_pair = len(rows) == 2 and all(number in (samples, 2 * samples) for number in rows)
+    return is_pair and all(_is_of_data([edge]) for edge in edges[:2])
+
+
+def _is_over(node: Any, samples: float) -> bool:
+    """Whether a node reduces or orders the first dimension of a tensor, which is the only one of as many as samples."""
+    if type(node).__name__ == "MmBackward0":
+        rows = getattr(node, "_saved_mat2_sym_sizes", ())
+        others = (*getattr(node, "_saved_self_sym_sizes", ())[:1], *rows[1:])
+        return (
+            rows[:1] == (samples,) and samples not in others and all(_is_of_data([e]) for e, _ in node.next_functions)
+        )
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    held = _saved(node, "_raw_saved_result" if type(node).__name__.endswith("oftmaxBackward0") else "_raw_saved_self")
+    sizes = [*(held.shape if sizes is None and held is not None else sizes or ())]
+    dims = getattr(node, "_saved_dim", None)
+    dims = {*dims} if isinstance(dims, tuple) else {dims}
+    dims = {dim if dim is None or dim < 2**63 else dim - 2**64 for dim in dims}  # torch shows no sign
+    is_first = bool(sizes) and (dims <= {None} or not dims.isdisjoint({0, -len(sizes)}))
+    return is_first and sizes[0] == samples and samples not in sizes[1:]
 
 
 def _adds_samples(edges: list[Any], samples: float) -> bool:

@@ -191,6 +191,84 @@ def by_uncertainty(out: Tensor, y: Tensor) -> Tensor:
     return (-scale).exp() * of_all(out, y) + scale + 2 * of_all(out, y)
 
 
+def contrastive(out: Tensor, y: Tensor) -> Tensor:
+    z = F.normalize(out, dim=1)
+    return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(y)))
+
+
+def of_two_views(out: Tensor, y: Tensor) -> Tensor:
+    z = F.normalize(torch.cat([out, out + 0.1]), dim=1)
+    return F.cross_entropy(torch.einsum("nd,md->nm", z, z), torch.arange(2 * len(y)))
+
+
+def of_distances(out: Tensor, y: Tensor) -> dict[str, Tensor]:
+    return {"loss": of_all(out, y) + (torch.cdist(out, out) - 1).relu().mean()}
+
+
+def of_triplets(out: Tensor, y: Tensor) -> Tensor:
+    apart = (out[:, None] - out[None]).square().sum(-1)
+    return (apart.max(1).values - apart.min(1).values + 1).relu().mean()
+
+
+def of_spread(out: Tensor, y: Tensor) -> Tensor:
+    return of_all(out, y) + (1 - (out.var(0) + 1e-4).sqrt()).relu().mean()
+
+
+def of_deviations(out: Tensor, y: Tensor) -> Tensor:
+    return of_all(out, y) - 0.1 * out.std(0).mean()
+
+
+def of_hard_samples(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y.clamp_min(0), reduction="none").topk(len(y) // 2).values.mean()
+
+
+def of_sorted_samples(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y.clamp_min(0), reduction="none").sort(descending=True).values[: len(y) // 2].mean()
+
+
+def of_a_center(out: Tensor, y: Tensor) -> Tensor:
+    return (out.mean(0) - 1).square().mean()
+
+
+def of_even_classes(out: Tensor, y: Tensor) -> Tensor:
+    shares = out.softmax(1).mean(0)
+    return of_all(out, y) + (shares * shares.log()).sum()
+
+
+def of_redundancy(out: Tensor, y: Tensor) -> Tensor:
+    z = (out - out.mean(0)) / out.std(0)
+    return ((z.T @ (z + 0.1) / len(y) - torch.eye(3)).square()).sum()
+
+
+def over_samples(out: Tensor, y: Tensor) -> Tensor:
+    return -out.log_softmax(0).diagonal().mean()
+
+
+def of_attention(out: Tensor, y: Tensor) -> Tensor:
+    tokens = out[:, :, None] * torch.ones(1, 1, 4)
+    weights = (tokens @ tokens.transpose(1, 2)).softmax(-1)
+    apart = tokens[:, :, None] - tokens[:, None]
+    return of_all((weights @ tokens).mean(2), y) + apart.square().mean() + torch.cdist(tokens, tokens).mean()
+
+
+def of_prototypes(out: Tensor, y: Tensor) -> Tensor:
+    prototypes = PENALIZED[:3].expand(len(y), 3)  # as many as samples
+    known = torch.randn(len(y), 3)
+    return F.cross_entropy(out @ prototypes.T + out @ known.T, y.clamp(0, 1)) + torch.cdist(out, prototypes).mean()
+
+
+def of_tokens_and_ranks(out: Tensor, y: Tensor) -> Tensor:
+    tokens = out.repeat(3, 1)[:, :, None] * torch.ones(1, 1, len(y))  # of as many classes as there are samples
+    flat = tokens.reshape(-1, len(y))
+    best = out.topk(2, dim=1).values.mean() + out.sort(1).values[:, 0].mean() + (out.var(1) + 1).sqrt().mean()
+    return best + F.cross_entropy(flat, torch.zeros(len(flat), dtype=torch.long)) + flat.std(1).mean()
+
+
+def of_normalized_samples(out: Tensor, y: Tensor) -> Tensor:
+    normal = (out - out.mean(1, keepdim=True)) / out.std(1, keepdim=True)
+    return of_all(F.batch_norm(normal, None, None, training=True), y)
+
+
 PENALIZED = nn.Parameter(torch.ones(5))
 
 
@@ -232,6 +310,10 @@ FUNCTIONS = a_root, a_norm, a_perplexity, a_tanh, a_worst, a_median, a_soft_maxi
 MEANS = with_penalties, of_classes, of_a_divergence, stacked, stacked_with_weights, by_factor, by_weights
 MEANS += by_uncertainty, with_functions_of_samples, of_steps, by_task
 READ = of_named_function, by_a_complex_number
+MEANS += of_attention, of_prototypes, of_tokens_and_ranks, of_normalized_samples
+PAIRS = contrastive, of_two_views, of_distances, of_triplets
+OVER = of_spread, of_deviations, of_hard_samples, of_sorted_samples, of_a_center, of_even_classes, over_samples
+OVER += (of_redundancy,)
 
 
 @pytest.mark.parametrize("loss", UNEVEN)
@@ -259,6 +341,22 @@ def test_a_function_of_a_mean_is_named(caplog: pytest.LogCaptureFixture, loss: C
 def test_a_product_of_means_is_named(caplog: pytest.LogCaptureFixture) -> None:
     (line,) = warned(caplog, a_product, accumulate_grad_batches=2)
     assert "training_step returns a product of what its samples add up to, but" in line
+
+
+@pytest.mark.parametrize("loss", PAIRS)
+def test_a_loss_of_pairs_of_samples_is_named(
+    caplog: pytest.LogCaptureFixture, loss: Callable[[Tensor, Tensor], Any]
+) -> None:
+    (line,) = warned(caplog, loss, accumulate_grad_batches=2)
+    assert "training_step returns a function of all pairs of its samples, but sees the samples of one micro" in line
+
+
+@pytest.mark.parametrize("loss", OVER)
+def test_a_function_over_samples_is_named(
+    caplog: pytest.LogCaptureFixture, loss: Callable[[Tensor, Tensor], Any]
+) -> None:
+    (line,) = warned(caplog, loss, accumulate_grad_batches=2)
+    assert "training_step returns a function (" in line and ") over its samples, but sees the samples of one" in line
 
 
 @pytest.mark.parametrize("loss", EVEN + READ + MEANS)
