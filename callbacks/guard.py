@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lockstep.callbacks._support.monitored_metric import check_state, is_count
 from lockstep.callbacks._support.parameter_state import is_held
 from lockstep.callbacks.base import Callback
 
@@ -63,6 +64,8 @@ class Guard(Callback):
         return {"skipped_steps": self.skipped_steps, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        names = "skipped_steps", "in_a_row"
+        check_state("Guard", state_dict, {*names}, dict.fromkeys(names, is_count))
         self.skipped_steps, self.in_a_row = state_dict["skipped_steps"], state_dict["in_a_row"]
 
     def roll_back(self, state_dict: dict[str, Any]) -> None: ...  # steps that were skipped since then stay counted

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from lockstep.callbacks._support.monitored_metric import check_state, is_time
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.callbacks.base import Callback
 
@@ -69,6 +70,7 @@ class Timer(Callback):
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in ("train", "validate", "test", "predict")}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        check_state("Timer", state_dict, {"time_elapsed"}, {"time_elapsed": _are_times})
         self._elapsed_s.update(state_dict["time_elapsed"])
 
     def roll_back(self, state_dict: dict[str, Any]) -> None: ...  # the time since then was spent all the same
@@ -154,6 +156,10 @@ class MaxTime(Timer):
     """The Timer of `Trainer(max_time=…)`, beside which there may be one of the user's."""
 
     former_state_key = "Timer"
+
+
+def _are_times(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() <= {*get_args(Stage)} and all(map(is_time, value.values()))
 
 
 def seconds(duration: str | timedelta | dict[str, float], name: str) -> float:

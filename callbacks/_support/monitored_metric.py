@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +77,18 @@ def is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
+def is_count_or_none(value: Any) -> bool:
+    return value is None or is_count(value)
+
+
 def is_number(value: Any) -> bool:
     """An int or a float, NaN and infinities among them; no bool."""
     return type(value) is float or (type(value) is int and abs(value) < 1 << 1023)
+
+
+def is_time(value: Any) -> bool:
+    """Seconds, none of which are before zero."""
+    return is_number(value) and 0 <= value < math.inf
 
 
 def is_moment(value: Any) -> bool:
@@ -93,6 +103,11 @@ def check_state(owner: str, state: dict[str, Any], expected: set[str], checks: C
             f"the saved state of {owner} must have the keys {sorted(expected)}, but it has {sorted(state)}: it comes "
             "from another version"
         )
+    check_values(owner, state, checks)
+
+
+def check_values(owner: str, state: dict[str, Any], checks: Checks) -> None:
+    """Raise ValueError where a saved state of `owner` has what `checks` does not take."""
     for name, is_valid in checks.items():
         if not is_valid(state[name]):
             raise ValueError(

@@ -12,6 +12,7 @@ import torch
 
 from lockstep.callbacks._support.collectives import collective
 from lockstep.callbacks._support.local_ops import LocalOps, watching
+from lockstep.callbacks._support.monitored_metric import check_state, is_number
 from lockstep.callbacks._support.printing import safe_print
 from lockstep.callbacks._support.tables import columns
 from lockstep.callbacks.base import Callback
@@ -53,9 +54,12 @@ class CommunicationLedger(Callback):
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._steps, self._found, self.report = 0, {}, None
 
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        if trainer.strategy.capabilities.local_steps:  # a round, in which a rank may be given no batch
+            self._start()
+
     def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
-        if self._watch is None and self.first_step <= self._steps < self.first_step + self.num_steps:
-            self._watch = watching(LocalOps(self._see))
+        self._start()
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer._run.window_is_open:
@@ -81,6 +85,7 @@ class CommunicationLedger(Callback):
         return {"report": self.report}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        check_state("CommunicationLedger", state_dict, {"report"}, {"report": _is_report})
         self.report = state_dict["report"]
 
     def roll_back(self, state_dict: dict[str, Any]) -> None: ...  # what was measured since then holds
@@ -154,7 +159,28 @@ class CommunicationLedger(Callback):
                     stacklevel=2,
                 )
 
+    def _start(self) -> None:
+        if self._watch is None and self.first_step <= self._steps < self.first_step + self.num_steps:
+            self._watch = watching(LocalOps(self._see))
+
     def _stop(self) -> None:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
+
+
+_NUMBERS = "calls", "bytes", "calls_all_ranks", "bytes_all_ranks"
+_FACTS = "first_step", "num_steps", "world_size"
+
+
+def _is_report(value: Any) -> bool:
+    """Whether `CommunicationLedger.report` may be it."""
+    if not isinstance(value, dict):
+        return value is None
+    rows = value.get("rows")
+    return (
+        all(is_number(value.get(name)) for name in _FACTS)
+        and isinstance(rows, list)
+        and all(isinstance(row, dict) and isinstance(row.get("collective"), str) for row in rows)
+        and all(isinstance(row.get("dtype"), str) and all(is_number(row.get(n)) for n in _NUMBERS) for row in rows)
+    )

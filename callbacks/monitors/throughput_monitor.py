@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.callbacks._support.local_ops import LocalOps, watching
+from lockstep.callbacks._support.monitored_metric import Checks, check_state, is_number
 from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ counts.
 PARTS = ("data", "compute", "optimizer", "saving", "rest")
 _TOKENS = "throughput/tokens"
 _NUM_MEASURED = 2
+_SAVED: Checks = {
+    "values": lambda value: isinstance(value, dict) and all(map(is_number, value.values())),
+    "measured_flops_per_sample": lambda value: value is None or is_number(value),
+}
 
 
 class ThroughputMonitor(Callback):
@@ -177,6 +182,7 @@ class ThroughputMonitor(Callback):
         return {"values": dict(self.values), "measured_flops_per_sample": self.measured_flops_per_sample}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        check_state("ThroughputMonitor", state_dict, {*_SAVED}, _SAVED)
         self.values, self.measured_flops_per_sample = (
             dict(state_dict["values"]),
             state_dict["measured_flops_per_sample"],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lockstep.callbacks._support.monitored_metric import check_values, is_count, is_count_or_none
 from lockstep.callbacks.base import Callback, check_number
 
 if TYPE_CHECKING:
@@ -135,8 +136,9 @@ class BackboneFinetuning(BaseFinetuning):
         return {"group": self._group, "optimizer": self._optimizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._group = state_dict["group"]
-        self._optimizer = state_dict.get("optimizer", 0)  # checkpoints of old do not say it
+        state_dict = {"optimizer": 0} | state_dict  # which checkpoints of old do not say
+        check_values("BackboneFinetuning", state_dict, {"group": is_count_or_none, "optimizer": is_count})
+        self._group, self._optimizer = state_dict["group"], state_dict["optimizer"]
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         if stage == "fit":

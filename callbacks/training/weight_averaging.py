@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from lockstep.callbacks._support.monitored_metric import check_values, is_count, is_count_or_none
 from lockstep.callbacks._support.parameter_state import ParameterState, is_held, local
 from lockstep.callbacks.base import Callback, check_number
 
 if TYPE_CHECKING:
     from lockstep import Module, Trainer
+
+_SAVED = {"num_updates": is_count, "last_step": is_count_or_none, "ended": lambda n: n == -1 or is_count_or_none(n)}
 
 
 class WeightAveraging(Callback):
@@ -106,15 +109,15 @@ class WeightAveraging(Callback):
         return self._averages
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"num_updates": self.num_updates}
-        state |= {"last_step": self._last_step, "ended": self._ended}
+        state: dict[str, Any] = {"num_updates": self.num_updates, "last_step": self._last_step, "ended": self._ended}
         if self.num_updates and self._averages is not None and self._averages.buffers is not None:
             state["buffers"] = self._averages.buffers.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._num_updates = state_dict["num_updates"]
-        self._last_step, self._ended = state_dict.get("last_step"), state_dict.get("ended")
+        state_dict = {"last_step": None, "ended": None} | state_dict  # which checkpoints of old do not say
+        check_values("WeightAveraging", state_dict, _SAVED)
+        self._num_updates, self._last_step, self._ended = map(state_dict.__getitem__, _SAVED)
         if self._averages is not None:
             self._averages.num_updates = self._num_updates
             saved, buffers = state_dict.get("buffers"), self._averages.buffers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep.callbacks._support.monitored_metric import check_values, is_count_or_none
 from lockstep.callbacks.base import Callback
 
 
@@ -58,4 +59,6 @@ class BatchSizeFinder(Callback):
         return {} if self.result is None else {"found": self.result}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.result = state_dict.get("found")
+        state_dict = {"found": None} | state_dict
+        check_values("BatchSizeFinder", state_dict, {"found": is_count_or_none})
+        self.result = state_dict["found"]

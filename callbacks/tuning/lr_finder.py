@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.callbacks._support.monitored_metric import check_state, is_number
 from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ class LRFinder(Callback):
         return {} if self.result is None else asdict(self.result)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict:
+            check_state("LRFinder", state_dict, {"lrs", "losses"}, dict.fromkeys(("lrs", "losses"), _are_numbers))
         self.result = LRSweep(**state_dict) if state_dict else None
 
     def rate_at(self, step: int) -> float:
@@ -137,6 +140,10 @@ class LRFinder(Callback):
         if self.mode == "linear":
             return self.min_lr + (self.max_lr - self.min_lr) * share
         return self.min_lr * (self.max_lr / self.min_lr) ** share
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_number, value))
 
 
 class RisingRate(Callback):

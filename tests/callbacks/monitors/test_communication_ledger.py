@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.callbacks import CommunicationLedger, Guard, ModelCheckpoint
-from lockstep.strategies import DDP, Strategy, TensorParallel
+from lockstep.strategies import DDP, Federated, Strategy, TensorParallel
 from tests.trainer.toy import Net, loader, net, quiet
 
 pytestmark = pytest.mark.ranks
@@ -58,7 +58,7 @@ class Profiled(CommunicationLedger):
             self.by_gloo = sum(
                 event.name().startswith("gloo:") for event in self.profile.profiler.kineto_results.events()
             )
-        super().on_train_batch_end(trainer, module, None, batch, batch_idx)  # a pipeline sends `outputs` to all readers
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "by_gloo": getattr(self, "by_gloo", None)}
@@ -121,6 +121,15 @@ def test_tensor_exchanges_activations_for_each_pair_of_layers() -> None:
 @pytest.mark.long
 def test_a_pipeline_sends_activations_and_their_gradients() -> None:
     assert counted("pipeline") == {"send float32": (4, 2 * ACTIVATIONS), "recv float32": (4, 2 * ACTIVATIONS)}
+
+
+def test_a_rank_without_clients_in_a_round_is_counted_too() -> None:
+    ledger = CommunicationLedger()
+    strategy = Federated(lambda index: index % 4, fraction=0.25)
+    quiet(strategy=strategy, devices=2, accelerator="cpu", max_epochs=6, callbacks=[ledger]).fit(net(), loader(64))
+    assert ledger.report is not None and ledger.report["rows"]
+    for row in ledger.report["rows"]:
+        assert (row["calls_all_ranks"], row["bytes_all_ranks"]) == (2 * row["calls"], 2 * row["bytes"])
 
 
 def test_one_process_exchanges_nothing(capsys: pytest.CaptureFixture[str]) -> None:

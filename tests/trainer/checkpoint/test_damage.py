@@ -16,12 +16,20 @@ from typing import Any
 
 import pytest
 
-from lockstep.callbacks import Callback
+from lockstep.callbacks import (
+    Callback,
+    CommunicationLedger,
+    Guard,
+    LambdaCallback,
+    ThroughputMonitor,
+    Timer,
+    WeightAveraging,
+)
 from lockstep.trainer.checkpoint.store import CheckpointError, is_checkpoint
 from tests.trainer.checkpoint.damage import fit, replace, sign
 from tests.trainer.checkpoint.folders import contents
 from tests.trainer.run.test_resume import Rich
-from tests.trainer.toy import loader, quiet
+from tests.trainer.toy import loader, net, quiet
 
 
 def edit_json(draw: random.Random, value: Any) -> None:
@@ -355,6 +363,36 @@ def test_forged_numbers_of_a_callback_are_refused(tmp_path: Path, fitted: Path) 
     sign(folder, manifest)
     with pytest.raises(CheckpointError, match=r"saved state of EarlyStopping has no valid best_score, but \[\]; load"):
         fit(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (Guard, "skipped_steps", "x"),
+        (Guard, "in_a_row", -1),
+        (Timer, "time_elapsed", {"train": math.inf}),
+        (Timer, "time_elapsed", {"train": "1"}),
+        (Timer, "time_elapsed", {"other": 1.0}),
+        (WeightAveraging, "num_updates", None),
+        (WeightAveraging, "last_step", 0.5),
+        (ThroughputMonitor, "values", {"a": "b"}),
+        (CommunicationLedger, "report", {"rows": [{}]}),
+    ],
+)
+def test_other_forged_values_of_callbacks_are_refused(
+    tmp_path: Path, kind: type[Callback], name: str, value: Any
+) -> None:
+    folder = tmp_path / "a"
+    saver = LambdaCallback(on_train_end=lambda trainer, module: trainer.save_checkpoint(folder))
+    quiet(callbacks=[kind(), saver], accelerator="cpu").fit(net(), loader(16))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    tree = json.loads((folder / "state.json").read_text())
+    assert name in tree["callbacks"][kind.__name__]
+    tree["callbacks"][kind.__name__][name] = value
+    replace(folder, manifest, "state.json", json.dumps(tree).encode())
+    sign(folder, manifest)
+    with pytest.raises(CheckpointError, match=f"saved state of {kind.__name__} has no valid {name}, but "):
+        quiet(max_epochs=2, callbacks=[kind()], accelerator="cpu").fit(net(), loader(16), ckpt_path=folder)
 
 
 def test_a_forged_number_of_ranks_is_refused_at_once(tmp_path: Path, two_ranks: Path, fitted: Path) -> None:
