@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lockstep.strategies.launch.program.reads import read_first
 from lockstep.strategies.modules.absent import Refusing
 from lockstep.strategies.modules.blocks import is_metric, is_of_torch, measures
 from lockstep.strategies.modules.parameter_hooks import OF_MODULE
@@ -23,8 +24,8 @@ from lockstep.strategies.pipeline.state.marks import SIMPLE, content_of, mark_of
 from lockstep.strategies.pipeline.state.reached import MOST, Holder, Key, Place, Reached
 from lockstep.strategies.pipeline.state.step_code import keeps
 
-_FIRST, _FEW_BYTES, _MOST_BYTES = 4, 2**20, 2**26
-"""Steps that are all compared; bytes of what is sent again and again, and once."""
+_FIRST, _FEW_BYTES, _NO_LIMIT = 4, 2**20, 2**62
+"""Steps that are all compared; bytes of what is sent again and again, and of what is sent once or read by its layer."""
 _CONTAINERS = (deque, set, frozenset, tuple)
 
 
@@ -32,6 +33,10 @@ class _Opaque(NamedTuple):
     """In the place of an object, of which only its parts are sent."""
 
     kind: str
+
+
+_UNSENT = _Opaque("")
+"""In the place of a tensor or array that is not sent."""
 
 
 class _Sent(NamedTuple):
@@ -152,7 +157,9 @@ class Evaluated:
                 continue
             if key not in before or before[key][0] is None:
                 sent.new.add(key)
-            sent.values[key] = _sent(value, _MOST_BYTES if key in sent.new else _FEW_BYTES)
+            sent.values[key] = _sent(value, _NO_LIMIT if key in sent.new else _FEW_BYTES)
+            if sent.values[key] is _UNSENT and self._is_read(key):
+                sent.values[key] = _sent(value, _NO_LIMIT)
             if isinstance(value, Tensor | tuple) and (kind := _device_of(sent.values[key])) is not None:
                 sent.devices[key] = kind
         return sent
@@ -165,7 +172,7 @@ class Evaluated:
             items = [*(held.items() if isinstance(held, dict) else enumerate(held))]
             grows = held is before and len(held) > length
             start = length if grows and (length > MOST or not self._any_is_other(key, items[:length])) else 0
-            found = [(step, _sent(item, _MOST_BYTES)) for step, item in items[start:] if isinstance(step, SIMPLE)]
+            found = [(step, _sent(item, _NO_LIMIT)) for step, item in items[start:] if isinstance(step, SIMPLE)]
             sent.large[key] = start, found
             sent.lists.add(key)
             if (kind := _device_of(tuple(item for _, item in found))) is not None:
@@ -179,7 +186,7 @@ class Evaluated:
         """Let this rank have what another has set."""
         now = places[key].now() if key in places else None
         if isinstance(value, _Opaque):
-            if type(now).__qualname__ == value.kind or self._may_read(key):
+            if value != _UNSENT and (type(now).__qualname__ == value.kind or self._may_read(key)):
                 return
             value = refusing(places[key].name if key in places else _shown(key))
         elif type(now) is type(value) and isinstance(value, dict | list):
@@ -205,6 +212,11 @@ class Evaluated:
         if len(key) > 2 and key[1] in OF_MODULE:
             return False
         return not is_of_torch(dict(self._hooks.named_modules())[key[0]])
+
+    def _is_read(self, key: Key) -> bool:
+        """Whether `forward` of the module uses what the attribute was, as a running mean does."""
+        kind: Any = type(dict(self._hooks.named_modules())[key[0]])
+        return self._may_read(key) and key[1] in read_first(kind, ("forward",))
 
 
 def _is_alike(own: _Sent, theirs: _Sent, key: Key) -> bool:
@@ -237,13 +249,16 @@ def _sent(value: Any, most_bytes: int) -> Any:
     """What is sent of a value: itself, an empty container, or only what it is."""
     if type(value) in (dict, list):
         return type(value)()
-    if type(value) is Tensor and value.layout is torch.strided and not value.is_meta and not value.is_quantized:
-        return value.detach() if value.nbytes <= most_bytes else _Opaque("")
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes <= most_bytes:
-        return value
+    if type(value) is Tensor and not value.is_meta:
+        is_plain = value.layout is torch.strided and not value.is_quantized
+        return value.detach() if is_plain and value.nbytes <= most_bytes else _UNSENT
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return value if value.nbytes <= most_bytes else _UNSENT
     if type(value) in _CONTAINERS:
         items = [_sent(item, most_bytes) for item in value]
         is_whole = not any(isinstance(item, _Opaque | dict | list) for item in items)
+        if any(item is _UNSENT for item in items):
+            return _UNSENT
         return type(value)(items) if is_whole else _Opaque(type(value).__qualname__)
     return value if isinstance(value, SIMPLE) else _Opaque(type(value).__qualname__)
 

@@ -163,7 +163,7 @@ def refusing(name: str) -> Refusing:
 
 def sentence(name: str) -> str:
     return (
-        f"a hook of a layer has set {name}, but in a pipeline only the rank that runs the layer calls it, for each "
-        "part of a micro-batch; return the value from the layer, measure times in on_train_batch_start and "
+        f"a layer or a hook of a layer has set {name}, but in a pipeline only the rank that runs the layer calls it, "
+        "for each part of a micro-batch; return the value from the layer, measure times in on_train_batch_start and "
         "on_train_batch_end, or use strategy='ddp' or 'fsdp'"
     )

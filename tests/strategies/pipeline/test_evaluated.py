@@ -109,6 +109,37 @@ class ReadingLate(ReadingLayers):
         self.net[2] = MeasuredLate()
 
 
+class Large(nn.Linear):
+    """Keeps much of what it has read in an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16, dtype=torch.float64)
+        self.kept = torch.zeros(300_000, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.keep(x.detach().mean())
+        return super().forward(x)
+
+    def keep(self, mean: Tensor) -> None:
+        self.kept = mean.expand(300_000).clone()
+
+
+class LargeMean(Large):
+    def keep(self, mean: Tensor) -> None:
+        self.kept = 0.9 * self.kept + mean
+
+
+class ReadingLarge(ReadingLayers):
+    def __init__(self, kind: type[Large]) -> None:
+        super().__init__()
+        self.net[2] = kind()
+
+    def on_validation_batch_end(self, *args: Any, **options: Any) -> None:
+        if self.trainer.is_global_zero:
+            self.rows.append(float(self.net[2].kept.sum()))
+
+
 def rows(strategy: str, devices: int, make: Callable[[], tuple[Classifying, list[Any]]]) -> list[Any]:
     KEPT.clear()
     module, callbacks = make()
@@ -135,6 +166,15 @@ def test_rank_0_reads_after_each_batch_what_hooks_of_other_ranks_have_kept(how: 
 
 def test_rank_0_reads_after_each_batch_what_a_layer_of_another_rank_has_kept() -> None:
     same(lambda: (ReadingLayers(), []))
+
+
+def test_rank_0_reads_a_large_running_mean_of_another_rank() -> None:
+    same(lambda: (ReadingLarge(LargeMean), []))
+
+
+def test_what_is_large_and_set_in_each_evaluation_step_is_not_what_it_was_before() -> None:
+    with pytest.raises(RuntimeError, match=r"a layer or a hook of a layer has set net\.2\.kept"):
+        rows("pipeline", 2, lambda: (ReadingLarge(Large), []))
 
 
 def test_rank_0_reads_what_a_layer_of_another_rank_keeps_in_one_late_step() -> None:
