@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.callbacks.base import Callback
 from lockstep.strategies.launch import payload
 from lockstep.strategies.launch.program.values import put_attribute, put_attributes, slots
+from lockstep.strategies.sync.contents import Sample, sample_of
 from lockstep.trainer.hparams import Namespace
 from lockstep.trainer.kept.fields import fields
 from lockstep.trainer.kept.identity import names_of
@@ -29,7 +30,8 @@ from lockstep.trainer.kept.owners import is_users_object, parts, with_networks
 from lockstep.trainer.kept.values import MOST_ITEMS, SAVED, STATEFUL, Mark, Marks, filled, is_data, is_savable, mark_of
 
 _MOST_BYTES, _MOST_PARTS = 2**26, 2**16
-"""Of larger objects, and of those that hold more others, nothing is known."""
+"""Of larger objects, and of those that hold more others, only some parts are read."""
+_SAMPLE = b"a sample: "
 _ATOMS = frozenset({NoneType, bool, int, float, complex, str, bytes})
 _OF_PROCESS = ("_thread", "threading", "multiprocessing", "concurrent", "lockstep", "socket", "subprocess", "logging")
 """Packages whose objects belong to the process that has made them."""
@@ -49,6 +51,10 @@ class Pickler(payload.Pickler):
         return self.known.get(id(obj))
 
 
+class _TooLarge(pickle.PicklingError):
+    """Pickling it would copy more than is read of one object."""
+
+
 class _Strict(Pickler):
     """Refuses what another process would not have, or not as it is here, and what is too much to be read."""
 
@@ -59,7 +65,7 @@ class _Strict(Pickler):
         self._parts += 1
         kind: Any = type(obj)
         if self.is_limited and (self._parts > _MOST_PARTS or _is_large(obj, kind)):
-            raise pickle.PicklingError("it is large")
+            raise _TooLarge
         if kind in _ATOMS:  # most of what is in large lists
             return None
         name = super().persistent_id(obj)
@@ -108,7 +114,7 @@ class _Digest(io.RawIOBase):
         size = memoryview(data).nbytes
         self._size += size
         if self._most is not None and self._size > self._most:
-            raise pickle.PicklingError("it is large")
+            raise _TooLarge
         self._hash.update(data)
         return size
 
@@ -116,9 +122,10 @@ class _Digest(io.RawIOBase):
         return self._hash.digest()
 
 
-def fingerprint(value: Any, known: Mapping[int, str]) -> bytes | None:
+def fingerprint(value: Any, known: Mapping[int, str], samples: bool = False) -> bytes | None:
     """What tells whether an object was changed in this process; None of one that is large and no network, or that
-    another process could not have. `known`: by id the names of what both have."""
+    another process could not have. `known`: by id the names of what both have. `samples`: of what is large it tells
+    what some of its parts are."""
     file = _Digest(None if isinstance(value, nn.Module) else _MOST_BYTES)
     pickler = _Strict(file, lambda buffer: file.write(buffer.raw()) < 0)  # type: ignore[arg-type]
     pickler.known, pickler.is_limited = known, not isinstance(value, nn.Module)
@@ -126,9 +133,16 @@ def fingerprint(value: Any, known: Mapping[int, str]) -> bytes | None:
         warnings.simplefilter("ignore")  # also of iterators, which Python stops pickling with 3.14
         try:
             pickler.dump(value)
+        except _TooLarge:
+            return _SAMPLE + bytes(str(sample_of(value, MOST_ITEMS, known).number), "ascii") if samples else None
         except Exception:  # whatever the code of its class raises
             return None
     return file.digest()
+
+
+def is_sample(print: bytes) -> bool:
+    """Whether a `fingerprint` is of a large object."""
+    return print.startswith(_SAMPLE)
 
 
 def marks_of(
@@ -159,13 +173,20 @@ def mark_by_content(value: Any, known: Callable[[], Mapping[int, str]]) -> Mark:
     mark = mark_of(value, MOST_ITEMS)
     if is_savable(mark) or isinstance(value, (*_OTHERWISE, nn.Module)) or is_users_object(value):
         return mark
-    made = fingerprint(value, known())
-    return mark if made is None else (None, [id(value), made])
+    made = fingerprint(value, known(), samples=True)
+    if made is None or (is_sample(made) and isinstance(mark[1], Sample)):
+        return mark
+    return None, [id(value), made]
 
 
 def is_in_place(before: Mark, now: Mark) -> bool:
     """Whether marks of `mark_by_content` that differ are of one object."""
-    return isinstance(before[1], list) and isinstance(now[1], list) and before[1][0] == now[1][0]
+    return (of := _marked(before[1])) is not None and of == _marked(now[1])
+
+
+def _marked(content: Any) -> int | None:
+    """The id of the object, if a mark has it."""
+    return content.of if isinstance(content, Sample) else content[0] if isinstance(content, list) else None
 
 
 def arrives(value: Any, known: Mapping[int, str], named: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from lockstep.strategies.sync.contents import checksum
 from lockstep.trainer.kept.elsewhere import take_layer
 from lockstep.trainer.kept.fields import Gone, caches_of, derived, dict_of, fields, put, put_tensor, take_away
 from lockstep.trainer.kept.identity import in_state_dict, references, replaced
-from lockstep.trainer.kept.opaque import Adopted, Unpickler, arrives, dumped, fingerprint, is_opaque
+from lockstep.trainer.kept.opaque import Adopted, Unpickler, arrives, dumped, fingerprint, is_opaque, is_sample
 from lockstep.trainer.kept.owners import (
     is_users_object,
     layers,
@@ -195,8 +195,8 @@ class Holders:
         if left["changed"]:
             _log.warning(
                 f"{', '.join(left['changed'])} changed on the ranks, which have ended, and cannot be sent back: what "
-                "is here is as it was before the run; keep what later code needs in numbers, tensors or objects that "
-                "can be pickled"
+                "is here is as it was before the run; keep what later code needs in numbers, tensors or objects of up "
+                "to 64 MiB that can be pickled"
             )
         if left["sums"]:
             _log.warning(
@@ -216,7 +216,7 @@ class Holders:
         for name, value in left["variables_of_pickle"].items():
             self.variables[name].write(adopted(self.variables[name].read(), value))
         for name, key, value in left["made_variables"]:
-            owner = self._classes.get(name) or self._functions[name].__globals__
+            owner = self._classes[name] if name in self._classes else self._functions[name].__globals__
             Variable(owner, key).write(adopted(None, value))
 
 
@@ -249,7 +249,7 @@ class Left:
         known, were = self._known(), {*self._prints}
         for place, value in self._opaque():
             if place not in were and not _is_returned(value, known):
-                self._prints[place] = fingerprint(value, known)
+                self._prints[place] = fingerprint(value, known, samples=True)
 
     def _known(self) -> dict[int, str]:
         return {id(each): name for name, each in self._holders.named.items() if name in self._names}
@@ -307,10 +307,10 @@ class Left:
         for (path, name), value in self._opaque():
             if path in stays or _is_returned(value, known):
                 continue
-            first, now = self._prints.get((path, name)), fingerprint(value, known)
+            first, now = self._prints.get((path, name)), fingerprint(value, known, samples=True)
             if (first is None and not self._is_new(path, name, value)) or (now == first and now is not None):
                 continue
-            if now is None or not arrives(value, known, named):
+            if now is None or is_sample(now) or not arrives(value, known, named):
                 is_made = first is None and (id(self._holders.all.get(path)), name) in again
                 if not is_made and not any(isinstance(each, STATEFUL) for each in parts(value)):  # known otherwise
                     found["changed" if first else "made"].append(self._shown(path, name))

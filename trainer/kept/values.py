@@ -32,7 +32,7 @@ from lockstep.strategies.launch.program.values import slots
 from lockstep.strategies.modules.absent import Refusing, is_here
 from lockstep.strategies.modules.blocks import OF_TORCH, is_of_user
 from lockstep.strategies.modules.parameter_hooks import of_engines
-from lockstep.strategies.sync.contents import checksum, generator_state
+from lockstep.strategies.sync.contents import checksum, generator_state, sample_of
 from lockstep.trainer.hparams import Namespace
 from lockstep.trainer.kept.fields import caches_of, drop, fields, put
 
@@ -164,7 +164,7 @@ def mark_of(value: Any, most: int, of_state: bool = False) -> Mark:
         return (weakref.ref(value), version) if is_saved else (None, [id(value), version])
     if isinstance(value, np.ndarray | np.generic):
         if value.dtype.hasobject or value.nbytes > _MOST_BYTES:
-            return None, id(value)
+            return None, sample_of(value, most)
         fits = value.dtype.kind in "biufc" and value.dtype.itemsize <= 16
         content = value.dtype, value.shape, hash(value.tobytes())
         is_saved = fits and (kind is np.ndarray or isinstance(value, np.generic))
@@ -182,7 +182,7 @@ def mark_of(value: Any, most: int, of_state: bool = False) -> Mark:
         marks = tuple(mark_of(item, most // (number + 1), of_state) for item in _items(value))  # of bounded depth
         is_saved = kind in _KEPT and _fits(value, marks) and (of_state or _are_alike(tensors_in(value)))
         return (kind if is_saved else None), marks
-    return None, _number_of_items(value) if isinstance(value, list | deque | dict | set) else id(value)
+    return None, sample_of(value, most) if isinstance(value, list | deque | dict | set) else id(value)
 
 
 def _items(container: Any) -> list[Any]:

@@ -7,6 +7,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from enum import Enum, EnumMeta
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -22,21 +23,22 @@ from lockstep.trainer.kept.opaque import fingerprint
 from lockstep.trainer.kept.owners import MANY, items
 from lockstep.trainer.kept.values import MOST_ITEMS, Mark, is_same, is_savable, mark_of
 
-_CODE = (FunctionType, MethodType, functools.partial, staticmethod, classmethod, property)
+_CACHED = type(functools.lru_cache(len))
+_CODE = (FunctionType, MethodType, functools.partial, staticmethod, classmethod, property, _CACHED)
 _HELD_OTHERWISE = (nn.Module, DataLoader, Dataset, Sampler)
 MISSING: Any = object()
 
 
 class Variable(NamedTuple):
-    """Where a value is: a global, a variable of a closure or of a context, an attribute of a class or function, a
-    default argument."""
+    """Where a value is: a global, a variable of a closure or of a context, an attribute of a class, of a member of an
+    enumeration or of a function, a default argument."""
 
     owner: Any
     key: Any
 
     def read(self) -> Any:
         """`MISSING` if nothing is there."""
-        if isinstance(self.owner, type):
+        if isinstance(self.owner, type | Enum):
             return vars(self.owner).get(self.key, MISSING)
         if isinstance(self.owner, ContextVar):
             return self.owner.get(MISSING)
@@ -50,6 +52,8 @@ class Variable(NamedTuple):
     def write(self, value: Any) -> None:
         if isinstance(self.owner, type):
             type.__setattr__(self.owner, self.key, value)
+        elif isinstance(self.owner, Enum):
+            vars(self.owner)[self.key] = value
         elif isinstance(self.owner, ContextVar):
             self.owner.set(value)
         elif isinstance(self.owner, dict):
@@ -58,10 +62,10 @@ class Variable(NamedTuple):
             self.owner.cell_contents = value
 
 
-def variables(owners: Mapping[str, Any]) -> tuple[dict[str, Variable], dict[str, type], dict[str, FunctionType]]:
+def variables(owners: Mapping[str, Any]) -> tuple[dict[str, Variable], dict[str, Any], dict[str, FunctionType]]:
     """By name those of the methods of these objects, of the functions that they hold, and of hooks of layers, and the
-    program's classes and functions that these name; in the same order and with the same names in any process that holds
-    the same."""
+    program's classes, members of enumerations and functions that these name; in the same order and with the same names
+    in any process that holds the same."""
     search = _Search()
     for path, owner in owners.items():
         search.held_by(owner, path)
@@ -74,15 +78,19 @@ class Watched:
     def __init__(self, owners: Mapping[str, Any]) -> None:
         self._names = {id(each): name for name, each in owners.items()}
         self._owners = [*owners.values()]  # which keep their ids
-        self._before = {name: (each, self._mark(each)) for name, each in variables(owners)[0].items()}
+        found, classes, _ = variables(owners)
+        self._before = {name: (each, self._mark(each)) for name, each in found.items()}
+        self._had = {name: (each, {*vars(each)}) for name, each in classes.items()}
 
     def changed(self) -> list[str]:
-        return [name for name, (each, mark) in self._before.items() if not is_same(mark, self._mark(each))]
+        made = [(name, of, key) for name, (of, had) in self._had.items() for key in sorted({*vars(of)} - had)]
+        changed = [name for name, (each, mark) in self._before.items() if not is_same(mark, self._mark(each))]
+        return changed + [f"{name}.{key}" for name, of, key in made if _is_theirs(of, key)]
 
     def _mark(self, variable: Variable) -> Mark:
         value = variable.read()
         mark = mark_of(value, MOST_ITEMS)
-        made = None if is_savable(mark) else fingerprint(value, self._names)
+        made = None if is_savable(mark) else fingerprint(value, self._names, samples=True)
         return mark if made is None else (None, made)
 
 
@@ -91,7 +99,8 @@ class _Search:
 
     def __init__(self) -> None:
         self.found: dict[str, Variable] = {}
-        self.classes: dict[str, type] = {}
+        self.classes: dict[str, Any] = {}
+        """With members of enumerations."""
         self.functions: dict[str, FunctionType] = {}
         self._seen = set[int]()
         self._places = set[tuple[int, Any]]()
@@ -125,12 +134,20 @@ class _Search:
             path = f"{kind.__module__}.{kind.__qualname__}"
             while path in self.classes:  # as of two that a function has made
                 path += "'"
-            self.classes[path] = kind
-            for name, value in sorted(vars(kind).items()):
-                if isinstance(value, _CODE):
-                    self._code(value, f"{path}.{name}")
-                elif not name.startswith("__"):
-                    self._variable(Variable(kind, name), f"{path}.{name}")
+            self._attributes(kind, path)
+            members: dict[str, Any] = {**kind.__members__} if isinstance(kind, EnumMeta) else {}
+            for name, member in members.items():
+                if member.name == name:  # not another name of it
+                    self._attributes(member, f"{path}.{name}")
+
+    def _attributes(self, owner: Any, path: str) -> None:
+        """Those of a class, or of a member of an enumeration."""
+        self.classes[path] = owner
+        for name, value in sorted(vars(owner).items()):
+            if isinstance(value, _CODE):
+                self._code(value, f"{path}.{name}")
+            elif _is_theirs(owner, name):
+                self._variable(Variable(owner, name), f"{path}.{name}")
 
     def _variable(self, variable: Variable, path: str) -> None:
         if isinstance(value := variable.read(), ContextVar):
@@ -160,6 +177,8 @@ class _Search:
                 self._code(part, path)
         elif isinstance(value, (staticmethod, classmethod)):
             self._code(value.__func__, path)
+        elif isinstance(value, _CACHED):
+            self._code(value.__wrapped__, path)
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, FunctionType) and id(value) not in self._seen:
@@ -194,3 +213,10 @@ class _Search:
                 yield vars(module)
                 inner = [vars(module).get(name) for name in names]
                 modules += (each for each in inner if isinstance(each, ModuleType) and each not in modules)
+
+
+def _is_theirs(owner: Any, name: str) -> bool:
+    """Whether the user's code may have set an attribute of a class, or of a member of an enumeration, of that name."""
+    if isinstance(owner, Enum | EnumMeta):
+        return name == "_value_" or not (name.startswith("_") and name.endswith("_"))
+    return not name.startswith("__")

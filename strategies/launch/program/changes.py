@@ -14,7 +14,6 @@ import itertools
 import logging
 import operator
 import os
-import pickle
 import sys
 from collections.abc import Iterator, Mapping
 from enum import EnumMeta
@@ -42,10 +41,7 @@ from lockstep.strategies.launch.program.values import (
     FUNCTIONS,
     MAX_BYTES,
     NotComparable,
-    Parts,
     parts_of,
-    put_into,
-    put_parts,
     state_of,
 )
 
@@ -55,7 +51,7 @@ class Change(NamedTuple):
 
     module: str
     owner: str
-    """The class in the module; empty for the module itself."""
+    """The class in the module, or the member of an enumeration in it; empty for the module itself."""
     name: str
     value: Any
     file: Constant | None = None
@@ -66,6 +62,22 @@ class Change(NamedTuple):
     @property
     def path(self) -> str:
         return ".".join(part for part in self[:3] if part)
+
+
+class At:
+    """Says as it is unpickled which change is next."""
+
+    last = ""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return _note, (self._path,)
+
+
+def _note(path: str) -> None:
+    At.last = path
 
 
 _log = logging.getLogger("lockstep")
@@ -87,7 +99,7 @@ def changes() -> dict[str, bytes]:
     found = {name: _sendable([*_of_module(module, own)]) for name, module in own.items()}
     for change in _sendable([*_in_packages(own)]):
         found.setdefault(change.module, []).append(change)
-    return {name: dumps(of_module) for name, of_module in found.items() if of_module}
+    return {name: dumps([(At(each.path), each) for each in own]) for name, own in found.items() if own}
 
 
 def own_modules() -> dict[str, ModuleType]:
@@ -136,9 +148,23 @@ def _of_module(module: ModuleType, own: Mapping[str, ModuleType]) -> Iterator[Ch
     bindings = bindings_of(str(module.__file__))
     yield from _differences(module, "", vars(module), bindings, own)
     for name, binding in bindings.items():
-        cls = vars(module).get(name)
-        if isinstance(binding, Class) and type(cls) is not EnumMeta and _is_named(cls, module, name):
+        cls: Any = vars(module).get(name)
+        if not isinstance(binding, Class) or not _is_named(cls, module, name):
+            continue
+        if isinstance(cls, EnumMeta):
+            yield from _of_members(module, name, cls)
+        else:
             yield from _differences(module, name, vars(cls), binding.bindings, own)
+
+
+def _of_members(module: ModuleType, name: str, kind: EnumMeta) -> Iterator[Change]:
+    """The attributes of the members of an enumeration."""
+    members: dict[str, Any] = {**kind.__members__}
+    for key, member in members.items():
+        for attribute, value in [*vars(member).items()]:
+            is_pythons = attribute.startswith("_") and attribute.endswith("_")
+            if not is_pythons and not is_of_process(attribute, value) and _is_compared(value, calls=False):
+                yield Change(module.__name__, f"{name}.{key}", attribute, value)
 
 
 def _differences(
@@ -158,7 +184,7 @@ def _differences(
             if "*" not in bindings and is_new:
                 yield change._replace(added=True)
         elif isinstance(binding, Constant):
-            if not _are_equal(value, binding.value) and (type(value) is FunctionType or not _is_descriptor(value)):
+            if not are_equal(value, binding.value) and (type(value) is FunctionType or not _is_descriptor(value)):
                 yield change._replace(file=binding)
         elif isinstance(binding, (Function, Class)):
             if _is_replaced(value, binding, module, name, own):
@@ -245,7 +271,7 @@ def _is_compared(value: Any, calls: bool) -> bool:
     return not is_large and _is_data(value)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def are_equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
     try:
@@ -348,53 +374,3 @@ def _renamed(function: FunctionType) -> FunctionType:
     copy.__dict__.update(vars(function))
     copy.__qualname__ = f"{function.__qualname__}.<locals>.{function.__name__}"
     return copy
-
-
-# ---- on a rank -----------------------------------------------------------------------------------------
-
-
-def apply(changes: dict[str, bytes]) -> None:
-    """Let the modules of this process hold what those of the program did: those imported already now, others when they
-    are imported."""
-    here = [name for name in changes if name in sys.modules]
-    pending = {name: changes[name] for name in changes if name not in here}
-    if pending:
-        sys.meta_path.insert(0, _Importer(pending))
-    for name in here:
-        _apply_to(sys.modules[name], changes[name])
-
-
-class _Importer:
-    """Applies changes to a module as soon as it has been imported."""
-
-    def __init__(self, pending: dict[str, bytes]) -> None:
-        self.pending = pending
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        changes = self.pending.pop(name, None)
-        spec = importlib.util.find_spec(name) if changes else None
-        if changes is None or spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_apply(module: ModuleType) -> None:
-            execute(module)
-            _apply_to(module, changes)
-
-        spec.loader.exec_module = execute_and_apply  # type: ignore[method-assign]
-        return spec
-
-
-def _apply_to(module: Any, changes: bytes) -> None:
-    for change in pickle.loads(changes):
-        owner = getattr(module, change.owner, None) if change.owner else module
-        missing = owner is None or change.name not in vars(owner)
-        current = None if missing else vars(owner)[change.name]
-        if owner is None or (change.added and not missing):
-            continue
-        if change.file is not None and not _are_equal(current, change.file.value):
-            continue
-        if isinstance(change.value, Parts):
-            put_parts(current, change.value, _are_equal)
-        elif missing or not (_are_equal(current, change.value) or put_into(current, change.value, is_own_class)):
-            setattr(owner, change.name, change.value)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from lockstep.strategies.launch.program.changes import apply, changes
+from lockstep.strategies.launch.program.apply import apply
+from lockstep.strategies.launch.program.changes import changes
 from lockstep.strategies.launch.rng import restore_streams, stream_states
 
 

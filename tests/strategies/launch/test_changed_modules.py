@@ -267,6 +267,22 @@ def test_a_replacement_that_cannot_be_sent_is_refused(program: Callable[[str], P
     assert "settings.helper was replaced since its file was imported" in err.splitlines()[-1]
 
 
+def test_what_cannot_be_made_of_its_pickle_is_named(program: Callable[[str], Program], tmp_path: Path) -> None:
+    refused = "class Refused(Exception):\n    def __init__(self, name, why):\n        super().__init__(name + why)\n"
+    (tmp_path / "own.py").write_text(f"{refused}LR = 0.1\nlast = None\nmore = None\n")
+    code, out, err = program("""
+        import own
+        from lockstep.strategies.launch.launcher import launch
+
+        def ask():
+            import own
+        own.LR, own.last, own.more = 0.5, own.Refused("a", "b"), 1
+        launch(ask, (), 2)
+    """).finish()
+    assert code == 1 and not out
+    assert "own.last was changed since its file was imported, and ranks import the file again, but what is there" in err
+
+
 @pytest.mark.long
 def test_what_is_installed_into_a_folder_is_a_package(program: Callable[[str], Program], tmp_path: Path) -> None:
     """As by `pip install --target`: its modules fill themselves, also with what no rank could take over."""

@@ -7,6 +7,7 @@ import tracemalloc
 import warnings
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -272,6 +273,49 @@ def test_what_was_changed_in_place_is_named_after_an_epoch_too(
         fit(tmp_path / "end 0", ChangesInPlace)
     names = f"array, letters, part, scaler, {__name__}.counted, turns"
     assert f": {names}; they begin" in caplog.text
+
+
+class Phase(Enum):
+    WARM = 1
+
+    def __init__(self, number: int) -> None:
+        self.weight = number
+
+
+class Numbers(list[Any]):
+    """A list that checkpoints do not hold."""
+
+
+class ChangesElsewhere(Net):
+    """In members of enums, in classes, and in what is too large to be read whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers, self.same, self.own = [0] * 2**15, [0] * 2**17, Numbers([0] * 2**17)
+        self.array, self.objects = np.zeros(2**24), {i: [0] for i in range(2**15)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        Phase.WARM.weight += 1
+        Phase.WARM.given = 1  # type: ignore[attr-defined]
+        ChangesElsewhere.given = 1  # type: ignore[attr-defined]
+        for held in (self.numbers, self.own, self.array):
+            for i in range(0, len(held), 50):
+                held[i] += 1
+        for held in self.objects.values():
+            held[0] += 1
+        self.same = [*self.same]
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_changes_in_members_of_enums_and_in_large_objects_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(callbacks=[Save(tmp_path)], kind=ChangesElsewhere)
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        fit(tmp_path / "2", ChangesElsewhere)
+    place = f"{__name__}.{{}}".format
+    names = ["array", "numbers", "objects", "own", *map(place, ("ChangesElsewhere.given", "Phase.WARM.given"))]
+    assert f": {', '.join(names)}, {place('Phase.WARM.weight')}; they begin" in caplog.text
 
 
 def test_what_classes_warn_of_as_they_are_pickled_is_not_shown() -> None:

@@ -11,6 +11,7 @@ import random
 from collections import Counter, UserDict, defaultdict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,6 +184,68 @@ def test_what_hooks_make_is_there_in_the_next_fit() -> None:
             quiet(split_batches=True, precision="64-true", seed=0, **options).fit(module, loader(16, 4))
         trained.append([*weights(module), module.holder.net.weight])
     assert distance(trained[1], trained[0]) < 1e-12
+
+
+class Phase(Enum):
+    """Members that have attributes: one that each has from the start, and others that code sets."""
+
+    WARM = 1
+    MAIN = 2
+
+    def __init__(self, number: int) -> None:
+        self.steps = [number]
+
+
+class SetsOfMembers(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for phase in Phase:
+            phase.steps.append(batch_idx)
+            phase.weight = getattr(phase, "weight", 0.0) + phase.given  # type: ignore[attr-defined]
+        return super().training_step(batch, batch_idx) * Phase.MAIN.weight  # type: ignore[attr-defined]
+
+
+def test_attributes_of_members_of_enums_are_sent_and_come_back() -> None:
+    found = []
+    for options in ({}, RANKS):
+        for phase in Phase:
+            phase.steps[:] = [phase.value]
+            vars(phase).pop("weight", None)
+            phase.given = 0.5 * phase.value  # type: ignore[attr-defined]
+        before = [phase.steps for phase in Phase]
+        torch.manual_seed(0)
+        module = SetsOfMembers()
+        for _ in range(2):
+            quiet(split_batches=True, precision="64-true", seed=0, **options).fit(module, loader(16, 4))
+        assert all(phase.steps is steps for phase, steps in zip(Phase, before, strict=True))
+        found.append([[phase.steps.copy(), phase.weight] for phase in Phase])  # type: ignore[attr-defined]
+    assert found[1] == found[0] and found[0][1] == [[2, *range(4), *range(4)], 8.0]
+
+
+class LargeNumbers(list[Any]):
+    """A list that only pickle knows."""
+
+
+class HoldsMuch(Net):
+    """What is too large to be read whole: changed in place, and not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed, self.stays = LargeNumbers(range(200_000)), LargeNumbers(range(200_000))
+        self.own = SimpleNamespace(table=[0.0] * 200_000)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.changed.reverse()
+        self.own.table[:] = [each + 1 for each in self.own.table]
+        return super().training_step(batch, batch_idx)
+
+
+def test_large_objects_that_change_in_place_are_named_or_come_back(caplog: pytest.LogCaptureFixture) -> None:
+    module = HoldsMuch()
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        quiet(**RANKS).fit(module, loader(24, 4))
+    assert "HoldsMuch.changed changed on the ranks, which have ended, and cannot be sent back" in caplog.text
+    assert "stays" not in caplog.text and module.changed[0] == 0
+    assert {*module.own.table} == {3.0}
 
 
 class Inner(Module):
