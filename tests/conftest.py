@@ -222,3 +222,9 @@ def run_ranks() -> Callable[..., Any]:
         return launch(fn, args, num_ranks)
 
     return run
+
+
+@pytest.fixture
+def one_rank_keeps_its_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A strategy of several ranks runs its own code on one, in this process."""
+    monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")

@@ -217,28 +217,24 @@ def unshardable(unit: nn.Module, sharded: set[int]) -> set[nn.Parameter]:
     return whole | {p for p in trained if p.dtype != numel.most_common(1)[0][0]}
 
 
-class _AllGather(DefaultAllGather):
-    """Says before it begins which unit is gathered."""
+class _Announced:
+    """Says before it begins which unit is gathered or reduced."""
 
     before: Callable[[int], None]
 
-    def allocate(self, size: Any, **options: Any) -> Tensor:
+    def allocate(self, size: Any, **options: Any) -> Any:
         self.before(size[0])
-        return super().allocate(size, **options)
+        return super().allocate(size, **options)  # type: ignore[misc]  # of the class that it is put before
 
 
-class _ReduceScatter(DefaultReduceScatter):
-    """The same of the unit whose gradients are reduced."""
+class _AllGather(_Announced, DefaultAllGather): ...
 
-    before: Callable[[int], None]
 
-    def allocate(self, size: Any, **options: Any) -> Tensor:
-        self.before(size[0])
-        return super().allocate(size, **options)
+class _ReduceScatter(_Announced, DefaultReduceScatter): ...
 
 
 class _TreeReduceScatter(_ReduceScatter):
-    """The same with the sums of `strategies/sync/tree.py`."""
+    """Reduces with the sums of `strategies/sync/tree.py`."""
 
     def __call__(  # type: ignore[override]  # torch waits for what it returns only where it is asynchronous
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

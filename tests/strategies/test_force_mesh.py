@@ -42,10 +42,7 @@ PLANS = {
     "uneven": Plan(num_samples=13, global_batch=5, optimizer="SGD"),
 }
 
-
-@pytest.fixture(autouse=True)
-def _one_rank_keeps_its_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
+pytestmark = pytest.mark.usefixtures("one_rank_keeps_its_mesh")
 
 
 def computes_in_double(name: str) -> bool:

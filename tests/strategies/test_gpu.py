@@ -40,8 +40,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 
 @pytest.fixture(autouse=True)
-def _ranks_share_a_gpu_and_one_keeps_its_mesh(devices: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
+def _ranks_share_a_gpu(devices: int, one_rank_keeps_its_mesh: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with gpus.shared_by(devices, monkeypatch):
         yield
 

@@ -43,8 +43,7 @@ are compared with what was gathered of them."""
 
 
 @pytest.fixture(autouse=True)
-def _one_rank_keeps_its_mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
+def _syncs_are_let_be(one_rank_keeps_its_mesh: None) -> Iterator[None]:
     yield
     torch.cuda.set_sync_debug_mode("default")
 

@@ -19,10 +19,7 @@ from tests.trainer.toy import Net, distance, loader, quiet, weights
 
 REPLACING = ["fsdp", "tensor", "pipeline", "dp"]
 
-
-@pytest.fixture(autouse=True)
-def _one_rank_keeps_its_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
+pytestmark = pytest.mark.usefixtures("one_rank_keeps_its_mesh")
 
 
 class Scaled(Optimizer):

@@ -21,10 +21,7 @@ from tests.trainer.toy import Net, distance, loader, quiet, weights
 Pair = namedtuple("Pair", "first second")
 REPLACING = ["fsdp", "tensor", "pipeline"]
 
-
-@pytest.fixture(autouse=True)
-def _one_rank_keeps_its_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCKSTEP_FORCE_MESH", "1")
+pytestmark = pytest.mark.usefixtures("one_rank_keeps_its_mesh")
 
 
 class Plain:
