@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -18,7 +17,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate,
 from lockstep.strategies.data.batch_rows import count_samples, guess_batch_size
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.randomness import Draws, Randomness, announce, drawn_from, seed_all
-from lockstep.strategies.data.source import Share
+from lockstep.strategies.data.source import Share, begins_again, escaped, refuse_emptied
+from lockstep.strategies.launch.program.attributes import bits_of
 from lockstep.strategies.launch.rng import kept_streams
 
 
@@ -175,6 +175,12 @@ class Items:
         self._run = -1
         self._resume: Mapping[str, Any] | None = None
         self._began: Any = None
+        self.before: Any = None
+        """The state of the dataset before it was opened, if this process may save it."""
+        self._after_first: Any = None
+        """What tells its state after the first item of the epoch, to which a later one may be equal."""
+        self._first: str | None = None
+        """What tells the first item of the epoch."""
         self.samples = 0
         """Samples of the epoch read so far, over all ranks."""
         self.micro_batches = 0
@@ -249,7 +255,15 @@ class Items:
         if self._run < 0 or not self.has_state:
             return {}
         read = self._epoch, self.samples, self.micro_batches, self._ended
-        return dict(zip(self.STATE, (*read, self.dataset.state_dict(), self._apart.state_dict()), strict=True))
+        state = dict(zip(self.STATE, (*read, self.dataset.state_dict(), self._apart.state_dict()), strict=True))
+        state |= {} if self._first is None else {"first": self._first}
+        return state | ({"began": self.before} if self._holds_no_place(state["dataset"]) else {})
+
+    def _holds_no_place(self, state: Any) -> bool:
+        """Whether the state is the same however much was read, so that to continue is to read again; also after
+        the first item, of which that is not known, and which costs little."""
+        is_read = self._after_first is not None and not self._ended
+        return is_read and bits_of(state) in (self._after_first, bits_of(self.before))
 
     def _open(self, epoch: int, start: int, limit: int | None) -> None:
         state, self._resume = self._resume, None
@@ -260,8 +274,9 @@ class Items:
         self._epoch, self._limit = epoch, limit
         self._number, self._ended = 0, False
         self.samples = self.micro_batches = 0
-        if state is not None and state["epoch"] != epoch:  # what the dataset carries into this epoch
-            self.dataset.load_state_dict(state["dataset"])
+        self._after_first, self._first, self._continues = None, None, False
+        if state is not None and (state["epoch"] != epoch or "began" in state):  # what it begins this epoch with
+            self.dataset.load_state_dict(deepcopy(state["began" if state["epoch"] == epoch else "dataset"]))
             state = None
         announce(self.dataset, self._share.seed, epoch)
         if state is not None:
@@ -277,6 +292,7 @@ class Items:
             self._items = iter(self.dataset)
         if state is not None:
             self._apart.load_state_dict(state["random"])
+            self._first, self._continues = state.get("first"), self.samples > 0
         passed = 0
         with self._iterating():
             while self.samples < start and not self._ended:
@@ -326,6 +342,7 @@ class Items:
                 weight = self._weight(item)
                 if items == 0:
                     padding = item
+                    self._note_first(item)
                 if (own := items // size) in parts:
                     parts[own].append(item)
                     samples[own] += weight
@@ -338,6 +355,14 @@ class Items:
         self.samples += all_samples
         self.micro_batches += 1
         return [(mine or [padding], samples[own]) for own, mine in parts.items()], all_samples
+
+    def _note_first(self, item: Any) -> None:
+        """Of a micro-batch: of the first that is read of an epoch, note what tells it, and the state of the dataset."""
+        if self._after_first is None and self.before is not None:
+            self._after_first, self._first = bits_of(self.dataset.state_dict()), bits_of(item)
+        elif self._continues and self._first == bits_of(item):
+            raise begins_again(self.dataset, self.samples)
+        self._continues = False
 
     def _weight(self, item: Any) -> int:
         return guess_batch_size(item) if self._batch_size is None else 1
@@ -354,29 +379,6 @@ class Once:
 
     def __next__(self) -> Any:
         return next(self._iterator)
-
-
-def escaped(error: StopIteration, doing: str) -> RuntimeError:
-    """What to raise in place of a StopIteration of user code that would end our own iteration by mistake."""
-    frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
-    code = frame.f_code
-    where = f"{getattr(code, 'co_qualname', code.co_name)} ({code.co_filename}, line {line})"
-    return RuntimeError(
-        f"{where} raised StopIteration while {doing}, which would end the epoch silently; pass a default to next(), or "
-        "catch it"
-    )
-
-
-def refuse_emptied(error: IndexError, samples: str) -> None:
-    """Raise ValueError in place of torch's error for a collate function that has called `default_collate` without
-    samples."""
-    frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
-    given = frame.f_locals.get("batch")
-    if frame.f_code.co_filename == default_collate.__code__.co_filename and isinstance(given, list) and not given:
-        raise ValueError(
-            f"the collate function drops all {samples}and calls default_collate with an empty list; return None if no "
-            "sample is left"
-        ) from error
 
 
 _NOTHING = object()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from itertools import count
 from types import FunctionType
@@ -67,6 +68,8 @@ class Streamed(Source):
         self._read = False
         self._live: Items | None = None
         self._loaded: Mapping[str, Any] | None = None
+        self._given: Any = None
+        """What the dataset held before that."""
         self._began: tuple[int, Any] = (-1, None)
         if batch_size is not None:
             self.window_samples = batch_size * share.ranks * share.accumulate
@@ -136,8 +139,12 @@ class Streamed(Source):
             self._live = fetcher
             if self._loaded is not None and (self._fits(epoch, start) or (start == 0 and self._precedes(epoch))):
                 fetcher.resume(self._loaded)
+                fetcher.before = self._loaded.get("began" if self._loaded["epoch"] == epoch else "dataset")
             elif self.stateful is not None:
+                if self._loaded is not None and self._given is not None:  # of another place or epoch
+                    self.stateful.load_state_dict(self._given)
                 self._begin(epoch)
+                fetcher.before = self._began[1]
             self._loaded = None
             self._state.begin(epoch)
         fetched = (
@@ -189,17 +196,22 @@ class Streamed(Source):
             self._loaded = None
         elif self.stateful is None:
             super().load_state_dict(state)
-        elif set(state) | {"ended"} != set(Items.STATE):  # checkpoints of old do not say whether it had
+        elif (set(state) - {"began", "first"}) | {"ended"} != set(
+            Items.STATE
+        ):  # checkpoints of old do not say whether it had
             raise ValueError(
                 f"the state of an iterable dataset has the keys {sorted(Items.STATE)}, but it has {sorted(state)}"
             )
         else:
-            self._loaded = state
+            self._loaded, self._given = state, None
+            with suppress(Exception):  # it has a state from `__iter__` on
+                self._given = deepcopy(self.stateful.state_dict())
+            self.stateful.load_state_dict(deepcopy(state["dataset"]))  # a validation before may read it
 
     def resumed(self, epoch: int, start: int) -> tuple[int, int]:
         return (
             (self._loaded["samples"], self._loaded["micro_batches"])
-            if self._loaded is not None and self._fits(epoch, start)
+            if self._loaded is not None and self._fits(epoch, start) and "began" not in self._loaded
             else (0, 0)
         )
 

@@ -22,10 +22,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lockstep.strategies.data.fetchers import Once, escaped
+from lockstep.strategies.data.fetchers import Once
 from lockstep.strategies.data.permutation import Permutation, mix
 from lockstep.strategies.data.randomness import EPOCHS, Randomness, announce
-from lockstep.strategies.data.source import Share, length_of, name_of, parts_within
+from lockstep.strategies.data.source import Share, escaped, length_of, name_of, parts_within
 from lockstep.strategies.launch.program.attributes import Attributes
 from lockstep.strategies.launch.program.held_search import search
 from lockstep.strategies.launch.program.held_state import put_state
@@ -101,6 +101,8 @@ class SamplerState:
             self._sampler.resume(now, now.keys() | self._began.keys())
         else:
             self._loaded = now
+            if self._sampler is not None:  # a validation before may read from it
+                self._sampler.load_state_dict(deepcopy(now))
         return True
 
 

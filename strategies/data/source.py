@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -202,6 +203,29 @@ class Source(ABC):
         raise NotImplementedError
 
 
+def escaped(error: StopIteration, doing: str) -> RuntimeError:
+    """What to raise in place of a StopIteration of user code that would end our own iteration by mistake."""
+    frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
+    code = frame.f_code
+    where = f"{getattr(code, 'co_qualname', code.co_name)} ({code.co_filename}, line {line})"
+    return RuntimeError(
+        f"{where} raised StopIteration while {doing}, which would end the epoch silently; pass a default to next(), or "
+        "catch it"
+    )
+
+
+def refuse_emptied(error: IndexError, samples: str) -> None:
+    """Raise ValueError in place of torch's error for a collate function that has called `default_collate` without
+    samples."""
+    frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
+    given = frame.f_locals.get("batch")
+    if frame.f_code.co_filename == default_collate.__code__.co_filename and isinstance(given, list) and not given:
+        raise ValueError(
+            f"the collate function drops all {samples}and calls default_collate with an empty list; return None if no "
+            "sample is left"
+        ) from error
+
+
 @dataclass(frozen=True)
 class Factory:
     """An iterable of what a function returns."""
@@ -304,3 +328,12 @@ def deal(batches: Iterator[list[Any]], position: int, share: Share) -> Iterator[
                 else:
                     yield dealt[0][:1], position, 0, counted, closing
             position += sum(sizes)
+
+
+def begins_again(loader: Any, samples: int) -> RuntimeError:
+    """What to raise where a loader does not continue where its state was taken."""
+    return RuntimeError(
+        f"{name_of(loader)} was given the state that its state_dict had returned after {samples} samples of an epoch, "
+        "but begins with the first of them, so that a resumed run would read samples again; let it continue there, or "
+        "remove its state_dict, so that what was read is read again and skipped"
+    )

@@ -15,10 +15,9 @@ import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.strategies.data.fetchers import escaped
 from lockstep.strategies.data.permutation import mix
 from lockstep.strategies.data.randomness import Draws, refused, warning_of
-from lockstep.strategies.data.source import Share
+from lockstep.strategies.data.source import Share, escaped
 
 
 class Workers:

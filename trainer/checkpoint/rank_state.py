@@ -37,8 +37,9 @@ _log = logging.getLogger("lockstep")
 def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict[str, Any]:
     """What each rank holds for itself, as JSON; its tensors go to `tensors`."""
     aside = None if run.start_hooks is None else run.start_hooks.aside
-    # a validation has others of its own
-    streams, metrics = run.paused or (rng_state(run.streams) if aside is None else aside, run.metrics)
+    streams, metrics, order = run.paused or (rng_state(run.streams) if aside is None else aside, run.metrics, None)
+    if order is None or not run.metrics.in_batch:  # else the validation reads, perhaps what training reads
+        order = run.train_dataloader.state_dict()
     topology, sums = run.strategy.topology, metrics.state_dict()
     folder = f"ranks/{topology.rank}"
     kept = pack(kept_tensors(module), f"{folder}/kept", tensors)
@@ -57,7 +58,7 @@ def save(run: RunState, module: Module, tensors: dict[str, TensorShard]) -> dict
         "rng": pack(streams, f"{folder}/rng", tensors),
         "sums": sums,
         "samples": metrics.samples,
-        "loader": pack(run.train_dataloader.state_dict(), f"{folder}/loader", tensors),
+        "loader": pack(order, f"{folder}/loader", tensors),
         **({} if run.attributes is None else _attributes(run.attributes, f"{folder}/attributes", tensors)),
         **({} if run.reload is None else {"reload": pack(run.reload.state_dict(), f"{folder}/reload", tensors)}),
         **({"kept": kept} if kept else {}),

@@ -32,7 +32,7 @@ from lockstep.trainer.metrics.sync import sync_made
 from lockstep.trainer.module import Module
 from lockstep.trainer.run import publish
 from lockstep.trainer.run.hooks import Calls, Hooks, overrides, step_function, transfer_of
-from lockstep.trainer.seeding import rng_state, set_rng_state
+from lockstep.trainer.seeding import set_rng_state
 from lockstep.trainer.setup import held_parameters
 from lockstep.trainer.setup.loaders import (
     check_orders,
@@ -176,14 +176,14 @@ def validate_in_fit(
 ) -> None:
     """Validate; random streams, metrics and modes of training stay as they are. `note_done` is called before the hooks
     of its end."""
-    run.paused = random_streams, training_metrics = rng_state(run.streams), run.metrics
+    of_training = run.pause()
     try:
         run.strategy.synchronize(run.wrapped)
         with run.strategy.evaluation_weights(run.wrapped, run.optimizers.values()):
             evaluate(run, module, loaders, "validate", note_done)
     finally:
-        run.paused, run.metrics = None, training_metrics
-        set_rng_state(random_streams, run.streams)
+        run.paused, run.metrics = None, of_training.metrics
+        set_rng_state(of_training.streams, run.streams)
 
 
 def sanity_check(run: RunState, module: Module, loaders: list[ShardedLoader]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from lockstep.trainer.progress import Progress
 from lockstep.trainer.run import publish, saving
 from lockstep.trainer.run.hooks import Hooks
 from lockstep.trainer.run.signals import Signals
+from lockstep.trainer.seeding import rng_state
 
 if TYPE_CHECKING:
     from lockstep.callbacks._support.parameter_state import ParameterState
@@ -46,6 +48,15 @@ RESULTS: tuple[str, ...] = ("callback_metrics", "logged_metrics", "progress_bar_
 RESULTS += ("num_training_batches", "windows_per_epoch", "evaluation_batches", "seed", "begins_from", "batch_idx")
 RESULTS += numbers.NAMES
 """What rank 0 brings back to the process that called `fit`."""
+
+
+class Paused(NamedTuple):
+    """What training has while a validation has its own."""
+
+    streams: dict[str, Any]
+    metrics: MetricStore
+    order: dict[str, Any]
+    """The state of its loader: a validation may read from the same sampler, dataset or generator."""
 
 
 @dataclass(eq=False)
@@ -113,8 +124,8 @@ class RunState:
     """What is overridden; nothing before it is known."""
     signals: Signals = field(default_factory=Signals)
     metrics: MetricStore = field(default_factory=lambda: _nothing_measured())
-    paused: tuple[dict[str, Any], MetricStore] | None = None
-    """The random streams and metrics of training while a validation runs."""
+    paused: Paused | None = None
+    """Set while a validation runs."""
     seed: int = 0
     """The run's seed, on all ranks; its random streams are derived from it."""
     streams: dict[str, torch.Generator] = field(default_factory=dict)
@@ -280,6 +291,12 @@ class RunState:
                 f"{what} was called in the step or a hook of a batch of an evaluation, which ranks without samples in "
                 "it do not run; call it in a hook of the epoch, such as on_validation_epoch_start"
             )
+
+    def pause(self) -> Paused:
+        """Called as a validation within a fit begins."""
+        order = copy.deepcopy(self.train_dataloader.state_dict())
+        self.paused = Paused(rng_state(self.streams), self.metrics, order)
+        return self.paused
 
     @property
     def has_replaced(self) -> bool:

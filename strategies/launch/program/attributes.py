@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import pickle
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -13,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from lockstep.strategies.launch.program.generators import generator_content, generator_of, generators
+from lockstep.strategies.launch.program.values import elements
 
 _MOST_ITEMS, _MOST_BYTES, _DEPTH = 2**20, 2**24, 16
 _EACH = 16
@@ -148,3 +153,25 @@ def put_content(now: Any, content: Mapping[str, Any]) -> Any:
     else:
         return value
     return now
+
+
+class _Plain(pickle.Pickler):
+    """Of a tensor writes what it holds, not which memory it is in."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        held = elements(obj.detach().cpu()).view(torch.uint8).numpy().tobytes()
+        return bytes, (f"{obj.dtype} {obj.shape}".encode() + held,)
+
+
+def bits_of(value: Any) -> str:
+    """What tells whether what a user's code holds or yields is the same as another; what cannot be pickled is not."""
+    file = io.BytesIO()
+    pickler = _Plain(file)
+    pickler.fast = True  # what is equal need not be one object
+    try:
+        pickler.dump(value)
+    except Exception:  # whatever the code of its classes raises
+        return f"{id(file)} {time.monotonic_ns()}"
+    return hashlib.blake2b(file.getvalue(), digest_size=16).hexdigest()

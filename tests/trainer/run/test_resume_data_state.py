@@ -57,6 +57,50 @@ class EndlessBatches(Endless):
             yield default_collate([next(samples) for _ in range(8)])
 
 
+class WholePass(IterableDataset[Any]):
+    """Its state is what the next pass begins with, wherever the last one is."""
+
+    def __init__(self) -> None:
+        self.own, self.passes = torch.Generator().manual_seed(1), 0
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(len(SAMPLES), generator=self.own).tolist()
+        self.passes += 1
+        yield from (SAMPLES[i] for i in order[self.passes :])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": self.own.get_state(), "passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.own.set_state(state["own"])
+        self.passes = state["passes"]
+
+
+class LatePass(WholePass):
+    """Counts a pass as it ends."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from SAMPLES[self.passes :]
+        self.passes += 1
+
+
+class PassOfBatches:
+    """A loader."""
+
+    def __init__(self) -> None:
+        self.dataset = WholePass()
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = [*self.dataset]
+        return iter([default_collate(samples[i : i + 8]) for i in range(0, len(samples), 8)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.dataset.load_state_dict(state)
+
+
 class Shuffling(Sampler[int]):
     """Draws each epoch's order from a generator of its own."""
 
@@ -167,6 +211,8 @@ def fit(dataset: Any, ckpt: Path | None = None, **options: Any) -> tuple[Any, An
         Shuffling: lambda: DataLoader(SAMPLES, 8, sampler=dataset),  # type: ignore[arg-type]
         ShufflingBatches: lambda: DataLoader(SAMPLES, batch_sampler=dataset),  # type: ignore[arg-type]
         EndlessBatches: lambda: DataLoader(dataset, None),
+        PassOfBatches: lambda: dataset,
+        Counting: lambda: dataset,
     }
     loader = given.get(type(dataset), lambda: DataLoader(dataset, 8))()
     trainer.fit(module, loader, ckpt_path=ckpt)
@@ -177,6 +223,10 @@ def fit(dataset: Any, ckpt: Path | None = None, **options: Any) -> tuple[Any, An
     ("kind", "options"),
     [
         (Resetting, {}),
+        (WholePass, {}),
+        (WholePass, {"limit_train_batches": 2, "split_batches": False, "accumulate_grad_batches": 2}),
+        (LatePass, {}),
+        (PassOfBatches, {}),
         (Endless, {"limit_train_batches": 2}),
         (Endless, {"limit_train_batches": 2, "callbacks": Accumulate}),
         (Shuffling, {}),
@@ -201,6 +251,31 @@ def test_every_checkpoint_continues_with_the_datasets_state(tmp_path: Path, kind
         resumed, other = fit(kind(), path, callbacks=more, **options)
         assert other.global_step == trainer.global_step, path.name
         assert equal(weights(resumed), weights(whole)), path.name
+
+
+class Counting(PassOfBatches):
+    """Its state counts batches, but it always begins with the first."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(0, len(SAMPLES), 8):
+            self.done += 1
+            yield default_collate(SAMPLES[i : i + 8])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+
+
+def test_a_loader_that_begins_again_though_its_state_says_where_it_was_is_refused(tmp_path: Path) -> None:
+    whole, _ = fit(Counting(), callbacks=[SaveEverywhere(tmp_path)])
+    with pytest.raises(RuntimeError, match="after 16 samples of an epoch, but begins with the first of them"):
+        fit(Counting(), tmp_path / "step 2")
+    assert equal(weights(fit(Counting(), tmp_path / "end 1")[0]), weights(whole))
 
 
 @pytest.mark.parametrize("options", [{}, {"limit_train_batches": 2}])
@@ -327,6 +402,53 @@ def test_validation_with_the_sampler_or_stream_of_training_leaves_it_as_it_was(k
     with_validation = read(True)
     assert torch.equal(with_validation, read(False))
     assert len({x.numpy().tobytes() for x in with_validation}) == 4
+
+
+class Sharing(Sampler[int]):
+    """Draws from a generator that others draw from, too."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return len(SAMPLES)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(len(SAMPLES), generator=self.generator).tolist())
+
+
+class SaveWithinValidation(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.losses = folder, dict[int, float]()
+
+    def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"step {trainer.global_step} {len(self.losses)}")
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.losses[trainer.global_step] = float(trainer.callback_metrics["val/loss"])
+
+
+@pytest.mark.parametrize("kind", [Sharing, Shuffling, Endless])
+def test_what_is_saved_within_a_validation_that_reads_what_training_reads_is_the_order_of_training(
+    tmp_path: Path, kind: Any
+) -> None:
+    def run(folder: Path, ckpt: Path | None = None) -> tuple[Any, dict[int, float]]:
+        shared = [Sharing(each) for each in [torch.Generator().manual_seed(3)] * 2] if kind is Sharing else [kind()] * 2
+        folder.mkdir()
+        module, saver = net(), SaveWithinValidation(folder)
+        limits = {"limit_train_batches": 2, "limit_val_batches": 1, "val_check_interval": 1}
+        trainer = quiet(accelerator="cpu", max_epochs=2, callbacks=[saver], **limits)
+        is_stream = kind is Endless
+        loaders = [DataLoader(each, 8) if is_stream else DataLoader(SAMPLES, 8, sampler=each) for each in shared]
+        trainer.fit(module, *loaders, ckpt_path=ckpt)
+        return weights(module), saver.losses
+
+    whole, losses = run(tmp_path / "whole")
+    saved = sorted((tmp_path / "whole").iterdir())
+    assert len(saved) == len({*losses.values()}) == 4
+    for path in saved:
+        resumed, again = run(tmp_path / path.name, path)
+        assert equal(resumed, whole) and again.items() <= losses.items(), path.name
 
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size", "sequential"])
