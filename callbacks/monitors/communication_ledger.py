@@ -50,6 +50,8 @@ class CommunicationLedger(Callback):
         self._steps = 0
         self._found: dict[str, list[int]] = {}  # calls and bytes of this rank
         self._watch: ExitStack | None = None
+        self._waits_for: Any = None
+        """The run whose step is still to begin."""
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._steps, self._found, self.report = 0, {}, None
@@ -57,9 +59,11 @@ class CommunicationLedger(Callback):
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         if trainer.strategy.capabilities.local_steps:  # a round, in which a rank may be given no batch
             self._start()
+            self._waits_for = trainer._run
 
     def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
         self._start()
+        self._waits_for = None
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer._run.window_is_open:
@@ -115,6 +119,9 @@ class CommunicationLedger(Callback):
         return "\n".join([title, *columns(rows, right=range(2, 6))])
 
     def _see(self, op: Any, args: tuple[Any, ...], result: Any) -> None:
+        if self._waits_for is not None and not self._waits_for.is_stepping:
+            return
+        self._waits_for = None
         call = collective(op, args, result)
         if call is None:
             return
@@ -164,7 +171,7 @@ class CommunicationLedger(Callback):
             self._watch = watching(LocalOps(self._see))
 
     def _stop(self) -> None:
-        watch, self._watch = self._watch, None
+        watch, self._watch, self._waits_for = self._watch, None, None
         if watch is not None:
             watch.close()
 

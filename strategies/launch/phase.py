@@ -17,6 +17,7 @@ AFTER_BACKWARD, OPTIMIZER_STEP, END_OF_STEP, CALLBACKS = (
     "callbacks",
 )
 """Phases of a step in which users' hooks run, and the model does not."""
+TRAINING_STEP = "training step"
 _phase: tuple[int | None, str] = (None, "")
 _heartbeat: mmap.mmap | None = None  # the same where the launcher can read it after this process was killed
 

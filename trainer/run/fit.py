@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import StepHooks, StepResult, StepVote
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
-from lockstep.strategies.launch.phase import CALLBACKS, END_OF_STEP, OPTIMIZER_STEP, set_phase
+from lockstep.strategies.launch.phase import CALLBACKS, END_OF_STEP, OPTIMIZER_STEP, TRAINING_STEP, set_phase
 from lockstep.strategies.optimizers.numbers import hash_of_rates
 from lockstep.trainer.kept.outputs import reads_outputs
 from lockstep.trainer.metrics.sync import sync_made
@@ -60,7 +60,7 @@ def fit(run: RunState, module: Module, sources: Sources) -> None:
                 break
             if not run.signals.deferred:
                 run.signals.defer()
-            set_phase(progress.global_step, "training step")
+            set_phase(progress.global_step, TRAINING_STEP)
             for part in turns(run, window) if apart else (window,):
                 if guards.remembers:
                     guards.remember()

@@ -17,7 +17,7 @@ from lockstep.callbacks.guard import Guard
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.callbacks.training.gradient_accumulation import GradientAccumulationScheduler
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.launch.phase import current_phase
+from lockstep.strategies.launch.phase import TRAINING_STEP, current_phase
 from lockstep.trainer.arguments import TrainerArguments
 from lockstep.trainer.checkpoint import store
 from lockstep.trainer.kept import numbers
@@ -291,6 +291,11 @@ class RunState:
                 f"{what} was called in the step or a hook of a batch of an evaluation, which ranks without samples in "
                 "it do not run; call it in a hook of the epoch, such as on_validation_epoch_start"
             )
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a strategy runs a step, on this rank perhaps without a batch, before optimizers step."""
+        return current_phase()[1] == TRAINING_STEP
 
     def pause(self) -> Paused:
         """Called as a validation within a fit begins."""
