@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.strategies.base import NO_HOOKS, Capabilities, StepFn, StepHooks, StepResult
 from lockstep.strategies.data.sharded_loader import MicroBatch, Window
-from lockstep.strategies.launch.rng import SharedDraws
+from lockstep.strategies.launch.rng import OptimizerDraws
 from lockstep.strategies.losses import counting_nothing, reached_by
 from lockstep.strategies.modules.blocks import Rule
 from lockstep.strategies.modules.model_changes import changed_within_window, partial_gradient, prepared, shortened
@@ -95,7 +95,7 @@ class DDP(SPMDStrategy[Replica]):
         self._optimizers: Collection[Optimizer] = ()
         self.broadcast_buffers = broadcast_buffers
         self._synced: list[nn.Module] = []
-        self._draws: list[SharedDraws] = []
+        self._draws: list[OptimizerDraws] = []
         if all_reduce != "auto" and (all_reduce not in ALGORITHMS or compress is not None):
             raise ValueError(
                 f"all_reduce={all_reduce!r} contradicts compress, which exchanges gradients itself; give one of them"
@@ -136,7 +136,7 @@ class DDP(SPMDStrategy[Replica]):
         optimizers = super().setup_optimizers(wrapped, optimizers)
         if self.topology.world_size > 1 and not self.virtual_ranks:  # whose steps draw alike
             tried = [optimizer for optimizer in optimizers.values() if not is_plain(optimizer)]
-            self._draws = [SharedDraws(each, self.broadcast, self.topology.rank == 0) for each in tried]
+            self._draws = [OptimizerDraws(each, self.broadcast, self.topology.rank == 0) for each in tried]
         return optimizers
 
     def _wrap_stepped(self, wrapped: Replica) -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lockstep.strategies.base import StepHooks, W
 from lockstep.strategies.data.sharded_loader import MicroBatch
 from lockstep.strategies.hooks import SPMDHooks
+from lockstep.strategies.launch.rng import HookDraws
 from lockstep.strategies.losses import OwnBackward, StandIn, replaced_backward
 from lockstep.strategies.modules import finite
 from lockstep.strategies.modules.casts import take_casts
@@ -47,6 +48,7 @@ class UserChanges(SPMDHooks[W]):
         self._changes: ModelChanges | None = None
         self._edits = UserEdits()
         self._buffers: SharedBuffers | None = None
+        self._hook_draws: HookDraws | None = None
 
     def _watch_changes(self, wrapped: W) -> None:
         """From here on `adopt_changes` takes over what user code changes."""
@@ -221,6 +223,7 @@ class ManualOptimization(UserChanges[W]):
         if self._changes is not None and self._parameter_hooks.added(self._changes.hookable()):
             self._parameter_hooks.take(self._changes.hookable())
         self._check_own_backward()
+        self._edits.end_own()
         before = {id(p): p.grad for p in self._watched if p.grad is not None}
         for parameter in self._watched:
             parameter.grad = None
@@ -241,6 +244,7 @@ class ManualOptimization(UserChanges[W]):
             self._run_parameter_hooks(wrapped, set(map(id, reached)), add)
         for parameter in self._watched:
             add(parameter)
+        self._edits.begin_own()
 
     def _reached(self) -> list[nn.Parameter]:
         """The parameters that have a gradient on any rank."""
@@ -256,6 +260,8 @@ class ManualOptimization(UserChanges[W]):
         after: Callable[[nn.Parameter], None] | None = None,
     ) -> None:
         known = self._changes.parameters if self._changes is not None else dict(self.unwrap(wrapped).named_parameters())
+        if self._hook_draws is not None:
+            self._hook_draws.refused = self._why_not_shared(only is not None)
 
         def write(parameter: nn.Parameter, gradient: Tensor) -> None:
             self.write_gradient(wrapped, parameter, gradient)
@@ -267,3 +273,11 @@ class ManualOptimization(UserChanges[W]):
             functools.partial(self.read_gradient, wrapped),
             write,
         )
+
+    def _why_not_shared(self, in_backward: bool) -> str:
+        """Why ranks cannot draw in hooks on parameters what one process draws; empty if they can."""
+        if in_backward:
+            return "in manual optimization, where one process calls it within the backward, in another order"
+        if not self.capabilities.steps_together:
+            return "in a step that not all ranks make together"
+        return "" if self._agreement is None or self._agreement.hooks_alike else "and is not on all ranks"

@@ -23,7 +23,7 @@ from lockstep.strategies.data.sharded_loader import ShardedLoader
 from lockstep.strategies.devices import check_launcher, device_index, resolve_accelerator, resolve_devices
 from lockstep.strategies.launch import environment, fault_injection, launcher, process_group, sidecar, watchdog
 from lockstep.strategies.launch.program.contexts import refuse_hooks_on_all
-from lockstep.strategies.launch.rng import watch_draws
+from lockstep.strategies.launch.rng import HookDraws
 from lockstep.strategies.modules.activation_checkpointing import find_recomputed, keep, recompute
 from lockstep.strategies.modules.blocks import Rule, is_metric
 from lockstep.strategies.modules.casts import follow_casts, forget_casts, watch_casts
@@ -197,6 +197,7 @@ class SPMDStrategy(SPMDStep[W]):
         self._ready = self._in_group = False
         if self._agreement is not None:
             self._agreement.close()
+        self._edits.end_own()
         self._agreement, self._edits = None, UserEdits()
         forget_casts()
         self._looks = self._steps_on_host = False
@@ -216,6 +217,9 @@ class SPMDStrategy(SPMDStep[W]):
         self.check(model)
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
         self._parameter_hooks = ParameterHooks()
+        if self._in_group and not self.virtual_ranks and (self.capabilities.steps_together or self.cuts_gradients):
+            self._hook_draws = HookDraws(self.broadcast, self.topology.rank == 0, self.topology.data_size == 1)
+            self._parameter_hooks.around = self._hook_draws.around
         self._parameter_hooks.take(model.named_parameters())
         if self.activation_checkpointing is not False:
             recompute(model, self.activation_checkpointing)  # type: ignore[arg-type]
@@ -259,9 +263,9 @@ class SPMDStrategy(SPMDStep[W]):
 
     def _compare_edits(self, model: nn.Module | None, optimizers: dict[str, Optimizer]) -> None:
         if self._agreement is not None and self.capabilities.steps_together:
-            draw_apart = self.topology.data_size > 1 and not self.virtual_ranks
-            self._edits = UserEdits(model, optimizers, watch_draws if draw_apart else None)
+            self._edits = UserEdits(model, optimizers)
             self._agreement.edits = self._edits.take
+            self._agreement.num_hooks = self._parameter_hooks.number
 
     @contextmanager
     def evaluation_weights(self, wrapped: W, optimizers: Iterable[Optimizer], restore: bool = True) -> Iterator[None]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from lockstep.strategies.launch import environment
 _DRAWING = re.compile(r"rand|normal_?$|uniform|bernoulli|multinomial|dropout|exponential|poisson|gauss|shuffle|choice")
 """In names of functions that draw."""
 _LOOKS = 16
-"""Steps in which it is seen whether an optimizer draws; later ones of an optimizer that has not cost nothing."""
+"""Steps in which it is seen whether code draws; later ones of an optimizer that has not cost nothing."""
 
 
 def seed_streams(seed: int) -> None:
@@ -96,13 +96,11 @@ def take_first_streams(broadcast: Callable[[Any], Any], is_first: bool) -> None:
         restore_streams(pickle.loads(shared.numpy().tobytes()))
 
 
-def _may_draw(kind: type) -> bool:
-    """Whether methods of a class, or functions of their files that these call, name what draws random numbers, which
-    they may do in later steps only."""
+def _may_draw(functions: list[FunctionType]) -> bool:
+    """Whether functions, or those of their files that these call, name what draws random numbers, which they may do in
+    later steps only."""
     from lockstep.strategies.launch.program.functions import codes_of
 
-    members = [value for each in kind.__mro__[:-1] if each is not Optimizer for value in vars(each).values()]
-    functions = [inspect.unwrap(value) for value in members if isinstance(value, FunctionType)]
     for function in functions:  # grows
         names = {name for code in codes_of(function) for name in code.co_names}
         if any(map(_DRAWING.search, names)):
@@ -113,19 +111,67 @@ def _may_draw(kind: type) -> bool:
     return False
 
 
-class SharedDraws:
-    """Lets an optimizer draw on every rank what it draws on rank 0, as on one process.
+def _methods_of(kind: type) -> list[FunctionType]:
+    members = [value for each in kind.__mro__[:-1] if each is not Optimizer for value in vars(each).values()]
+    return [inspect.unwrap(value) for value in members if isinstance(value, FunctionType)]
 
-    The streams of ranks differ, for noise of the model, so that each replica would get noise of its own.
+
+def _functions_of(hook: Any) -> list[FunctionType]:
+    while isinstance(hook, partial):
+        hook = hook.func
+    if not isinstance(hook, FunctionType | MethodType):
+        hook = type(hook).__call__
+    function = inspect.unwrap(getattr(hook, "__func__", hook))
+    return [function] if isinstance(function, FunctionType) else []
+
+
+class SharedDraws:
+    """Lets user code draw on every rank what it draws on rank 0, as on one process, between `begin` and `end`.
+
+    The streams of ranks differ, for noise of the model, so that each replica or shard would get noise of its own.
     """
 
-    def __init__(self, optimizer: Optimizer, broadcast: Callable[[Any], Any], is_first: bool) -> None:
+    def __init__(self, broadcast: Callable[[Any], Any], is_first: bool, draws: bool) -> None:
         self._broadcast, self._is_first = broadcast, is_first
-        self._steps, self._draws = 0, _may_draw(type(optimizer))
+        self._steps, self._draws = 0, draws
         self._open: tuple[AbstractContextManager[None], dict[str, Any]] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the code has drawn nothing for so long that it is no longer asked."""
+        return self._steps >= _LOOKS and not self._draws
+
+    def begin(self) -> None:
+        self.leave()
+        shared = shared_streams(self._broadcast, self._is_first)
+        shared.__enter__()
+        self._open = shared, {} if self._draws else stream_states()
+
+    def end(self) -> None:
+        if self._open is None:
+            return
+        (shared, states), self._open = self._open, None
+        self._draws = self._draws or has_drawn(states)
+        shared.__exit__(None, None, None)
+        self._steps += 1
+        if self._steps == _LOOKS:  # code may draw on some ranks only
+            self._draws = bool(self._broadcast(self._draws))
+
+    def leave(self) -> None:
+        """After code that has raised."""
+        if self._open is not None:
+            (shared, _), self._open = self._open, None
+            shared.__exit__(None, None, None)
+
+
+class OptimizerDraws(SharedDraws):
+    """Shares what an optimizer draws in its steps."""
+
+    def __init__(self, optimizer: Optimizer, broadcast: Callable[[Any], Any], is_first: bool) -> None:
+        super().__init__(broadcast, is_first, _may_draw(_methods_of(type(optimizer))))
         self._handles = [
-            optimizer.register_step_pre_hook(self._begin),
-            optimizer.register_step_post_hook(self._end),
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
         ]
 
     def close(self) -> None:
@@ -133,26 +179,56 @@ class SharedDraws:
         for handle in self._handles:
             handle.remove()
 
-    def leave(self) -> None:
-        """After a step that has raised, which calls no hook."""
-        if self._open is not None:
-            (shared, _), self._open = self._open, None
-            shared.__exit__(None, None, None)
-
-    def _begin(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.leave()
-        if len(args) > 1 or kwargs.get("closure") is not None:  # which runs the model, on each rank with its own noise
-            return
-        shared = shared_streams(self._broadcast, self._is_first)
-        shared.__enter__()
-        self._open = shared, {} if self._draws else stream_states()
+        if len(args) < 2 and kwargs.get("closure") is None:  # which runs the model, on each rank with its own noise
+            self.begin()
 
-    def _end(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._open is None:
-            return
-        (shared, states), self._open = self._open, None
-        self._draws = self._draws or has_drawn(states)
-        shared.__exit__(None, None, None)
-        self._steps += 1
-        if self._steps == _LOOKS and not self._draws:
+    def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.end()
+        if self.is_over:
             self.close()
+
+
+class HookDraws:
+    """Shares what hooks on parameters draw, which each rank calls on whole gradients. `draw_alike`: ranks do anyway."""
+
+    refused = ""
+    """Why what hooks draw now is not what one process draws; empty if it is."""
+
+    def __init__(self, broadcast: Callable[[Any], Any], is_first: bool, draw_alike: bool) -> None:
+        self._broadcast, self._is_first, self._draw_alike = broadcast, is_first, draw_alike
+        self._hooks: list[Any] = []
+        self._shared = SharedDraws(broadcast, is_first, False)
+
+    @contextmanager
+    def around(self, hooks: list[Any]) -> Iterator[None]:
+        """Around the call of `hooks`. Raises RuntimeError for draws that are not those of one process."""
+        if not self.refused and self._draw_alike:
+            yield
+        elif self.refused or self._of(hooks).is_over:
+            has_drawn = watch_draws()
+            yield
+            if has_drawn():
+                raise drawn_in_hook(self.refused or f"for the first time after {_LOOKS} steps")
+        else:
+            self._shared.begin()
+            try:
+                yield
+                self._shared.end()
+            finally:
+                self._shared.leave()
+
+    def _of(self, hooks: list[Any]) -> SharedDraws:
+        if [*map(id, hooks)] != [*map(id, self._hooks)]:
+            functions = [function for hook in hooks for function in _functions_of(hook)]
+            self._hooks, self._shared = hooks, SharedDraws(self._broadcast, self._is_first, _may_draw(functions))
+        return self._shared
+
+
+def drawn_in_hook(why: str) -> RuntimeError:
+    return RuntimeError(
+        f"a hook on a parameter draws random numbers {why}, which are not those of one process; draw from a generator "
+        "of your own that is seeded alike on all ranks (torch.Generator().manual_seed(step), random.Random(step)), or "
+        "change the gradient in on_before_optimizer_step within `with self.trainer.whole(self): ...`"
+    )

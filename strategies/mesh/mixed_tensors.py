@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lockstep.strategies.mesh.user_code.operators import by_torch, check_write, memory, operators, watch_writes
 from lockstep.strategies.modules.sharded_errors import INSTEAD
 
 
@@ -26,13 +27,13 @@ def install() -> None:
         return
     dispatcher._lockstep = True
     dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
-    for op in _operators(_DRAWS):
+    for op in operators(_DRAWS):
         dispatcher._custom_op_handlers[op] = _draw
-    for op in _operators(name for loss in _LOSSES for name in (loss, f"{loss}_backward")):
+    for op in operators(name for loss in _LOSSES for name in (loss, f"{loss}_backward")):
         dispatcher._custom_op_handlers[op] = _mean
-    for op in _operators(_OF_WHOLE):
+    for op in operators(_OF_WHOLE):
         dispatcher._custom_op_handlers[op] = _refuse_part
-    for op in _operators(name for name in dir(torch) if name.startswith("_foreach_")):
+    for op in operators(name for name in dir(torch) if name.startswith("_foreach_")):
         dispatcher._custom_op_handlers[op] = _each
     DTensor.numpy = _refuse_numpy  # type: ignore[method-assign, assignment]
     _watch_copies(dispatcher)
@@ -53,7 +54,7 @@ def install() -> None:
         new, source = value.redistribute(placements=self.placements)._local_tensor, value._local_tensor
         if new.is_set_to(self._local_tensor):
             return
-        if any(shard == _memory(self._local_tensor) and not copied.expired() for shard, copied in _parted):
+        if any(shard == memory(self._local_tensor) and not copied.expired() for shard, copied in _parted):
             raise RuntimeError(
                 f"a second tensor was assigned to `data` of a parameter of shape {list(self.shape)}, and the first is "
                 "kept by another parameter or by user code, so that on one process a change of one was a change of "
@@ -68,10 +69,10 @@ def install() -> None:
         else:  # torch would lose it; what the backward uses of the values before is left as it was
             self._local_tensor.data = new
             increment_version(self._local_tensor)
-        if has_whole_copies or _memory(self._local_tensor) != _memory(source):
+        if has_whole_copies or memory(self._local_tensor) != memory(source):
             note_assigned(self._local_tensor, source)
-        if _memory(new) != _memory(source):
-            _parted.append((_memory(self._local_tensor), _memory(source)))
+        if memory(new) != memory(source):
+            _parted.append((memory(self._local_tensor), memory(source)))
 
     DTensor.data = property(_take, assign)  # type: ignore[assignment]
     nn.Parameter.data = property(_take, _give)  # type: ignore[assignment]
@@ -134,7 +135,6 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         return op(tensor.full_tensor())
 
 
-_aten = torch.ops.aten
 _DRAWS = (
     "bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ log_normal_ multinomial native_dropout normal "
     "normal_ poisson rand_like randint_like randn_like random random_ rrelu_with_noise rrelu_with_noise_ uniform "
@@ -145,7 +145,7 @@ _DRAWS = (
 def _draw(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Random numbers for a DTensor: those of a model's own layers in a step, but none for weights, nor in hooks, where
     each rank would draw its part by itself."""
-    _check_write(op, args, kwargs)
+    check_write(op, args, kwargs)
     tensor = next(arg for arg in args if hasattr(arg, "device_mesh"))
     names = tensor.device_mesh.mesh_dim_names or ()
     if isinstance(tensor, nn.Parameter) or {"fsdp", "ddp"} & {*names} or not _in_steps:
@@ -153,7 +153,7 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
             f"random numbers were drawn ({str(op).removesuffix('.default')}) for a tensor of shape "
             f"{list(tensor.shape)} of which this rank holds a shard, and would not be those of one process; {INSTEAD}"
         )
-    return _by_torch(op, args, kwargs, _draw)
+    return by_torch(op, args, kwargs, _draw)
 
 
 _LOSSES = (
@@ -169,19 +169,19 @@ def _mean(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     names = [argument.name for argument in op._schema.arguments]
     values = dict(zip(names, args, strict=False)) | kwargs
     if values.get("reduction", 1) != 1 or op._overloadname != "default":
-        return _by_torch(op, args, kwargs, _mean)
+        return by_torch(op, args, kwargs, _mean)
     values["reduction"] = 0
     numel = math.prod(torch.broadcast_shapes(values["self"].shape, values["target"].shape))
     if names[0] == "grad_output":
         values["grad_output"] = values["grad_output"] / numel
-        return _by_torch(op, (), values, _mean)
-    return _by_torch(op, (), values, _mean).sum() / numel
+        return by_torch(op, (), values, _mean)
+    return by_torch(op, (), values, _mean).sum() / numel
 
 
 def _refuse_part(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     tensor = next(arg for arg in (*args, *kwargs.values()) if hasattr(arg, "placements"))
     if all(place.is_replicate() for place in tensor.placements):
-        return _by_torch(op, args, kwargs, _refuse_part)
+        return by_torch(op, args, kwargs, _refuse_part)
     raise RuntimeError(
         f"{op._schema.name.removeprefix('aten::')}() was called for a tensor of shape {list(tensor.shape)} of which "
         f"this rank holds a shard; {INSTEAD}"
@@ -192,7 +192,7 @@ def _each(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """A function of lists of tensors, such as all parameters, some of which are DTensors. Where what it computes with
     is not sharded alike, one tensor after the other, as on one process: torch mixes no kinds, and would take copies of
     all before it writes to the first. Nor does it count that it writes to DTensors, as it does for other tensors."""
-    _check_write(op, args, kwargs)
+    check_write(op, args, kwargs)
     first = args[0] if isinstance(args[0], list | tuple) else ()
     lists = [value for value in args if isinstance(value, list | tuple) and len(value) == len(first)]
     if len(first) > 1 and not (all(map(_alike, *lists)) and len(set(map(_is_sharded, first))) == 1):
@@ -213,7 +213,7 @@ def _each(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         return None
     if op._schema.name.endswith("_"):
         increment_version(args[0])
-    return _by_torch(op, args, kwargs, _each)
+    return by_torch(op, args, kwargs, _each)
 
 
 def _alike(*tensors: Any) -> bool:
@@ -225,39 +225,20 @@ def _is_sharded(value: Any) -> bool:
     return hasattr(value, "_local_tensor")
 
 
-def _by_torch(op: Any, args: Sequence[Any], kwargs: Any, handler: Callable[..., Any]) -> Any:
-    """What torch does with a DTensor where `handler` is to be called for it."""
-    from torch.distributed.tensor import DTensor
-
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    handlers.pop(op, None)
-    try:
-        return op(*args, **kwargs)
-    finally:
-        handlers[op] = handler
-
-
 def _watch_copies(dispatcher: Any) -> None:
     """From the first view on that torch makes of a copy, as other ranks hold some of it, check each operation that
     writes; remember all such copies."""
-    redistribute, handlers = dispatcher.redistribute_local_args, dispatcher._custom_op_handlers
-    watches_writes = False
+    redistribute = dispatcher.redistribute_local_args
 
     def watched(op_info: Any, schema: Any, *args: Any) -> None:
-        nonlocal watches_writes
-        if schema.op.is_view and not watches_writes:
-            watches_writes = True
-            handlers.update({op: write for op in _writes() if op not in handlers})
+        if schema.op.is_view:
+            watch_writes()
         before = op_info.local_args
         redistribute(op_info, schema, *args)
         if schema.op.is_view:
             for shard, copy in zip(before, op_info.local_args, strict=False):
                 if isinstance(shard, Tensor) and copy is not shard:
                     note_copy(shard, copy)
-
-    def write(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        _check_write(op, args, kwargs)
-        return _by_torch(op, args, kwargs, write)
 
     dispatcher.redistribute_local_args = watched
 
@@ -279,17 +260,13 @@ def note_assigned(shard: Tensor, value: Any) -> None:
     _note(_assigned, shard, value)
     of_value = _assigned[-1][1]
     also = [other for other, copy in _copies if copy == of_value]  # a view that is a copy
-    _assigned.extend((_memory(shard), other) for other in also + [other for copy, other in _parted if copy == of_value])
+    _assigned.extend((memory(shard), other) for other in also + [other for copy, other in _parted if copy == of_value])
 
 
 def _note(pairs: list[tuple[StorageWeakRef, StorageWeakRef]], shard: Tensor, copy: Any) -> None:
     if len(pairs) >= 1024 and len(pairs).bit_count() == 1:  # at each power of two
         pairs[:] = [pair for pair in pairs if not pair[1].expired()]
-    pairs.append((_memory(shard), _memory(getattr(copy, "elem", copy))))
-
-
-def _memory(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
+    pairs.append((memory(shard), memory(getattr(copy, "elem", copy))))
 
 
 def refuse_kept_copies(model: nn.Module, strategy: str) -> None:
@@ -313,7 +290,7 @@ def refuse_assigned(model: nn.Module, strategy: str, others: Iterable[Tensor] | 
     given, such as the parameters, where user code may hold it as well."""
     found = _assigned
     if others is not None and found:
-        storages = {_memory(getattr(p, "_local_tensor", p)).cdata for p in others}
+        storages = {memory(getattr(p, "_local_tensor", p)).cdata for p in others}
         found = [pair for pair in found if pair[1].cdata in storages]
     if found and (name := _kept(found, model)):
         raise RuntimeError(
@@ -331,8 +308,8 @@ def _kept(pairs: list[tuple[StorageWeakRef, StorageWeakRef]], model: nn.Module) 
     shards, spans = dict[int, str](), dict[int, list[tuple[int, int]]]()
     for name, parameter in model.named_parameters():
         if (own := getattr(parameter, "_local_tensor", None)) is not None:
-            shards.setdefault(_memory(own).cdata, name)
-            spans.setdefault(_memory(own).cdata, []).append(_span(own))
+            shards.setdefault(memory(own).cdata, name)
+            spans.setdefault(memory(own).cdata, []).append(_span(own))
     shared = {memory for memory, held in spans.items() if _overlap(held)}
     alive = ((shard, copy) for shard, copy in pairs if shard.cdata in shards and not copy.expired())
     pairs[:] = [(shard, copy) for shard, copy in alive if shard.cdata != copy.cdata or shard.cdata in shared]
@@ -354,44 +331,6 @@ def _overlap(spans: list[tuple[int, int]]) -> bool:
     """Whether two have something in common; views of one tensor, such as its rows, need not."""
     held = sorted(span for span in spans if span[0] < span[1])
     return any(begin < end for (_, end), (begin, _) in pairwise(held))
-
-
-def _writes() -> Iterator[Any]:
-    """The operators of torch that write to a tensor they are given."""
-    names = {*dir(Tensor), *dir(torch), *dir(nn.functional), *(f"{name}_" for name in dir(nn.functional))}
-    for prefix, module in (("linalg", torch.linalg), ("special", torch.special), ("fft", torch.fft)):
-        names |= {f"{prefix}_{name}" for name in dir(module)}
-    yield from (op for op in _operators(names) if op._schema.is_mutable)
-
-
-def _operators(names: Iterable[str]) -> Iterator[Any]:
-    packets: list[Any] = [getattr(_aten, name, None) for name in names]
-    for packet in packets:
-        yield from (
-            (getattr(packet, overload) for overload in packet.overloads()) if hasattr(packet, "overloads") else ()
-        )
-
-
-def _check_write(op: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-    """Raise RuntimeError if `op` is to write to a part of a sharded tensor that is a copy of what other ranks hold."""
-    for i, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        written = args[i] if i < len(args) else kwargs.get(argument.name)
-        for part in written if isinstance(written, list | tuple) else (written,):
-            whole = None if part is None else part._base
-            if whole is not None and hasattr(whole, "_local_tensor") and not _shares(part, whole):
-                name = op._schema.name.removeprefix("aten::")
-                raise RuntimeError(
-                    f"{'an assignment or ' if name in ('copy_', 'fill_') else ''}{name}() was to change a part, of "
-                    f"shape {list(part.shape)}, of a tensor of shape {list(whole.shape)} that is sharded over ranks, "
-                    f"and would change a copy of it; {INSTEAD}"
-                )
-
-
-def _shares(part: Any, whole: Any) -> bool:
-    """Whether writing to a part of a DTensor writes to this rank's shard of it."""
-    return _memory(part._local_tensor).cdata == _memory(whole._local_tensor).cdata
 
 
 def _refuse_numpy(self: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -223,6 +223,7 @@ class ShardedStrategy(ShardedOptimizers):
         finally:
             self._in_step = False
             wrapped.close()
+            self._edits.end_own()
         mixed_tensors.refuse_kept_copies(self.unwrap(wrapped), self.name)
         return result
 

@@ -93,6 +93,13 @@ class ParameterHooks:
                     setattr(parameter, attribute, hooks)
         self.taken.clear()
 
+    def all(self) -> list[Callable[..., Any]]:
+        """Those of all parameters."""
+        return [hook for kinds in self.taken.values() for held in kinds.values() for hook in _deferred(held)]
+
+    def number(self) -> int:
+        return len(self.all()) if self.taken else 0
+
     @torch.no_grad()
     def run(
         self,
@@ -105,9 +112,7 @@ class ParameterHooks:
         `gradient_of` gives the whole gradient as a plain tensor, None if there is none; `put_gradient` takes the new
         one.
         """
-        with self.around(
-            [hook for kinds in self.taken.values() for held in kinds.values() for hook in _deferred(held)]
-        ):
+        with self.around(self.all()):
             for name, parameter in named_parameters:
                 hooks = self.taken.get(name)
                 gradient = gradient_of(parameter) if hooks and any(hooks.values()) else None

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.modules.absent import is_here
+
+
+class Numbers(Protocol):
+    """See `strategies/mesh/user_code/numbers.py`."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> list[str]: ...
+
+    def stop(self) -> list[str]: ...
+
+    def take(self) -> list[str]: ...
+
+    def renew(self) -> None: ...
 
 
 class UserEdits:
@@ -23,12 +37,10 @@ class UserEdits:
     `.data` or numpy) are not seen. What engines write outside of the two is not seen either.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | None = None,
-        optimizers: Mapping[str, Optimizer] | None = None,
-        watch_draws: Callable[[], Callable[[], bool]] | None = None,
-    ) -> None:
+    numbers: Numbers | None = None
+    """The numbers that user code changes shards by, where there are some."""
+
+    def __init__(self, model: nn.Module | None = None, optimizers: Mapping[str, Optimizer] | None = None) -> None:
         self._parameters = {} if model is None else dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._optimizers = optimizers or {}
@@ -38,33 +50,39 @@ class UserEdits:
         if model is not None and not self._with_gradients:
             for path, module in model.named_modules():
                 self._buffers += [(f"{path}.{name}" if path else name, module, name) for name in module._buffers]
-        self._watch_draws = watch_draws if self._are_sharded else None
-        self._has_drawn: Callable[[], bool] | None = None
         self._before: tuple[list[object], tuple[list[Any], list[int]]] | None = None
         self._found: Counter[str] = Counter()
         self.watches = bool(self._parameters or self._optimizers)
 
     def begin(self) -> None:
         self._before = self._of_model(), self._of_optimizers()
-        self._has_drawn = None if self._watch_draws is None else self._watch_draws()
+        if self.numbers is not None:
+            self.numbers.begin()
 
     def end(self) -> None:
-        """Raise RuntimeError if weights or gradients that are sharded were changed, and random numbers drawn, of which
-        each rank has others."""
         if self._before is None:
             return
+        if self.numbers is not None:
+            self._found.update(self.numbers.end())
         before, now = self._before[0], self._of_model()
         if before != now:
             gradients = self._parameters if self._with_gradients else ()
             names = [*self._parameters, *gradients, *(name for name, *_ in self._buffers)]
             self._found.update({name for name, a, b in zip(names, before, now, strict=True) if a != b})
-            if self._has_drawn is not None and (written := self._written(before, now)) and self._has_drawn():
-                self._before = None
-                raise _drawn(min(written))
         held, holds = self._before[1], self._of_optimizers()
         if held[1] != holds[1] or len(held[0]) != len(holds[0]) or not all(map(operator.is_, held[0], holds[0])):
             self._found.update(self._changed(held[0], holds[0], held[1], holds[1]))
         self._before = None
+
+    def begin_own(self) -> None:
+        """The user's step continues with gradients of all ranks: follow its numbers, until `end_own`."""
+        if self.numbers is not None:
+            self.numbers.renew()
+            self.numbers.begin()
+
+    def end_own(self) -> None:
+        if self.numbers is not None:
+            self._found.update(self.numbers.stop())
 
     def add(self, names: Iterable[str]) -> None:
         """Name what else user code has changed."""
@@ -89,6 +107,8 @@ class UserEdits:
         if self._before is not None:
             self.end()
             self.begin()
+        elif self.numbers is not None:
+            self._found.update(self.numbers.take())
         found = [f"{name} ({times} times)" if times > 1 else name for name, times in sorted(self._found.items())]
         self._found.clear()
         return found
@@ -100,17 +120,6 @@ class UserEdits:
         written = [p.grad for p in parameters] if self._with_gradients else []
         written += [getattr(module, name, None) for _, module, name in self._buffers]
         return marks + [None if tensor is None else (id(tensor), version(tensor)) for tensor in written]
-
-    def _written(self, before: list[Any], now: list[Any]) -> set[str]:
-        """The parameters whose values, or gradients that they have now, are others. `requires_grad`, and that there is
-        no gradient, is the same on all ranks that name the same changes."""
-        number = len(self._parameters)
-        marks = zip(self._parameters, before, now, strict=False)
-        found = {name for name, (old, _), (new, _) in marks if old != new}
-        if self._with_gradients:
-            gradients = zip(self._parameters, before[number:], now[number:], strict=False)
-            found |= {name for name, old, new in gradients if new is not None and old != new}
-        return found
 
     def _of_optimizers(self) -> tuple[list[Any], list[int]]:
         """What optimizers hold, and how often each was written to."""
@@ -141,15 +150,6 @@ class UserEdits:
         places = [*written, *(i for i in written if self._are_sharded and hasattr(now[i], "_local_tensor"))]
         found = {i for i, one, other in zip(places, old, new, strict=False) if one != other}
         return {name for i, name in enumerate(names) if i in found or held[i] is not now[i]}
-
-
-def _drawn(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"a hook changes {name} (its values or gradient), of which each rank holds a shard, and draws random numbers, "
-        "which are others on each rank; do both within `with trainer.whole(module): ...`, where ranks draw alike, or "
-        "draw from a generator of your own that is seeded alike on all ranks (torch.Generator().manual_seed(step), "
-        "random.Random(step))"
-    )
 
 
 def version(tensor: Tensor) -> int:

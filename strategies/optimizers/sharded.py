@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.mesh import mixed_tensors, steps
+from lockstep.strategies.mesh.user_code.numbers import UserNumbers
 from lockstep.strategies.modules.sharded_errors import explained
 from lockstep.strategies.spmd import SPMDStrategy
 from lockstep.strategies.sync.collectives import clip_by_norm, clip_by_value
@@ -40,6 +41,8 @@ class ShardedOptimizers(SPMDStrategy["MeshModel"]):
             for key, optimizer in optimizers.items()
         }
         attached = super().setup_optimizers(wrapped, optimizers)
+        if self._edits.watches:
+            self._edits.numbers = UserNumbers(dict(self.unwrap(wrapped).named_parameters()))
         self._owners = {
             id(attached[key]): Owners(
                 key, attached[key], found, self.unwrap(wrapped), self.topology.device, self._engine
@@ -71,6 +74,7 @@ class ShardedOptimizers(SPMDStrategy["MeshModel"]):
         wrapped.writes.take_back()
         if self._looks:
             self._check_written()
+            self._edits.end_own()
         wrapped.close()
         mixed_tensors.refuse_assigned(self.unwrap(wrapped), self.name, wrapped.memory() if wrapped.depth else None)
         if wrapped.depth and closure is not None:
@@ -88,6 +92,8 @@ class ShardedOptimizers(SPMDStrategy["MeshModel"]):
                     stepped = super().optimizer_step(wrapped, held, called)
         if wrapped.depth:
             wrapped.gather()
+        if self._looks:
+            self._edits.begin_own()
         return stepped
 
     def _align(self, wrapped: MeshModel, parameters: Iterable[nn.Parameter]) -> None:

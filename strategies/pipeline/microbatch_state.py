@@ -169,7 +169,7 @@ class StepState:
         a number that they change; one that is new may be a cache, and changes once, as a flag does."""
         holders = [*self._outside, *self._own_code, *map(Enclosed, hooks)]
         before = scan(holders).counts
-        with self._draws.hook("a hook of a parameter"):
+        with self._draws.hook("a hook of a parameter", of_streams=True):
             yield
         after = scan(holders).counts
         for place in {**before, **after}:

@@ -1,6 +1,6 @@
 """The control message of a step: what the ranks must agree on, exchanged beside the last backward.
 
-Thirteen numbers a rank, beside the collectives of the user (`strategies/sync/host_all_gather.py`). They are sent before
+Fourteen numbers a rank, beside the collectives of the user (`strategies/sync/host_all_gather.py`). They are sent before
 the last backward and read after it: a rank that skipped a collective, gave it another tensor or reduction or logged
 other names is found while the parameters are still untouched. Five more a rank, once the gradients are final, say
 whether those are finite, what was called and what hooks changed since, and before an optimizer steps until then.
@@ -52,6 +52,8 @@ class Message(NamedTuple):
     """Their sum, NaN where it is not known."""
     lacks: bool
     """Whether a micro-batch of this rank has no samples."""
+    hooks: int
+    """How many hooks users have on parameters."""
 
 
 _EQUAL = {
@@ -64,14 +66,15 @@ _EQUAL = {
     "rates": "optimizers' learning rates, momentums or weight decays",
     "keys": "logged metric names",
 }
-_SAMPLES, _KEYS, _STOP, _COUNT, _TOTAL, _LACKS = map(
-    Message._fields.index, ("samples", "keys", "stop", "count", "total", "lacks")
+_SAMPLES, _KEYS, _STOP, _COUNT, _TOTAL, _LACKS, _HOOKS = map(
+    Message._fields.index, ("samples", "keys", "stop", "count", "total", "lacks", "hooks")
 )
 """Places in a message; what is before the keys must be equal."""
 _RULES = {
     _EQUAL["samples"]: "read the same data, or say shards_itself on the dataset",
     _EQUAL["order"]: "seed it equally, or let it decide from what all ranks know, such as trainer.callback_metrics",
-    _EQUAL["edits"]: "change them alike, whatever its number",
+    _EQUAL["edits"]: "change them alike, whatever its number; random numbers are alike in all ranks within "
+    "`with trainer.whole(module): ...` and from a generator that is seeded alike (random.Random(step))",
     _EQUAL["rates"]: "set them from values that are equal on all ranks, such as trainer.callback_metrics",
 }
 _NUMBERS = _EQUAL["step"], _EQUAL["samples"], _EQUAL["collectives"]
@@ -92,6 +95,9 @@ class StepAgreement:
         self._begins = open_exchange(rank, world_size, 1, timeout_s, group)
         self.edits: Callable[[], list[str]] = list
         """Gives the names of parameters that user code has changed since the last call."""
+        self.num_hooks: Callable[[], int] = int
+        self.hooks_alike = True
+        """Whether all ranks have said the same number."""
         self._edited: list[str] = []
         self._calls = Calls()
         self._names: Callable[[], list[str]] | None = None
@@ -127,7 +133,7 @@ class StepAgreement:
         self._calls.clear()
 
         def post(count: float, finite: bool, total: float) -> None:
-            message = Message(*said, finite, count, total, lacks)
+            message = Message(*said, finite, count, total, lacks, self.num_hooks())
             self._messages.post(*message, message.keys or math.inf, math.inf if finite else self._number)
 
         return post
@@ -146,6 +152,7 @@ class StepAgreement:
             rows = [numbers[: len(Message._fields)] for numbers in self._messages.read()]
             self._refuse([Message(*row) for row in rows])  # type: ignore[arg-type]
         self._step += 1
+        self.hooks_alike = lowest[_HOOKS] == highest[_HOOKS]
         bad = None if first_bad == math.inf else f"the loss of rank {self._ranks[int(first_bad)]}"
         count, loss = total[_COUNT], total[_TOTAL]
         if in_tree:

@@ -129,10 +129,12 @@ class AutomaticOptimizer(HeldOptimizer):
 
     closure: Callable[[], Any] | None = None
     """The loop's, while `Module.optimizer_step` runs, where alone the optimizer may be stepped."""
+    is_watched = False
+    """Whether user code of `Module.optimizer_step` runs now, and not the strategy for it."""
 
     def __init__(self, optimizer: Optimizer, run: RunState) -> None:
         super().__init__(optimizer)
-        self._run = run
+        self._run, self.is_watched = run, False
         self.hooks = optimizer._optimizer_step_pre_hooks
         """Where `refuse` is under `id(self)` while nobody may step."""
         self.hooks[id(self)] = self.refuse
@@ -162,9 +164,31 @@ class AutomaticOptimizer(HeldOptimizer):
         """Step by the strategy; whether it did."""
         self.hooks.pop(id(self))
         try:
-            return self._run.strategy.optimizer_step(self._run.wrapped, self.optimizer, closure)
+            with self.apart():
+                return self._run.strategy.optimizer_step(self._run.wrapped, self.optimizer, closure)
         finally:
             self.hooks[id(self)] = self.refuse
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around `Module.optimizer_step`: what it changes besides is compared over ranks."""
+        self._watch(True)
+        yield
+        self._watch(False)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within it the strategy works, for which the module's `optimizer_step` may have asked."""
+        was = self.is_watched
+        if was:
+            self._watch(False)
+        yield
+        if was:
+            self._watch(True)
+
+    def _watch(self, begins: bool) -> None:
+        self.is_watched = begins
+        self._run.strategy.adopt_changes(self._run.wrapped, not begins)
 
 
 def manual_backward(run: RunState, loss: Tensor, retain_graph: bool, options: dict[str, Any]) -> None:

@@ -61,7 +61,7 @@ class OwnStep:
                 again = bool(run.strategy.all_reduce(changed, "max"))
             elif not run.strategy.capabilities.runs_step_once:  # ranks hold other parameters, or none of this optimizer
                 again = bool(run.strategy.all_reduce(torch.tensor(float(again)), "min"))
-            with torch.enable_grad():
+            with torch.enable_grad(), handle.apart():
                 if again:
                     self._evaluate_again(optimizer, window)
                 return window_loss(run, window, name)
@@ -71,7 +71,8 @@ class OwnStep:
         handle.closure = closure
         try:
             batch_idx = window.micro_batches[-1].batch_idx
-            self._module.optimizer_step(run.progress.current_epoch, batch_idx, handle, closure)
+            with handle.watched():
+                self._module.optimizer_step(run.progress.current_epoch, batch_idx, handle, closure)
         finally:
             handle.closure = None
         return run.manually_stepped

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.strategies.launch.program.generators import generator_content, generator_of
+from lockstep.strategies.launch.rng import watch_draws
 from lockstep.strategies.modules.blocks import OF_TORCH
 from lockstep.strategies.sync.contents import generator_state
 
@@ -110,11 +111,14 @@ class Draws:
         self.refuse_since(self._called)
 
     @contextmanager
-    def hook(self, which: str) -> Iterator[None]:
-        """Around a hook that one rank calls alone."""
-        before = self._now()
+    def hook(self, which: str, of_streams: bool = False) -> Iterator[None]:
+        """Around a hook that one rank calls alone; `of_streams`: where other ranks' streams would not follow."""
+        before, has_drawn = self._now(), watch_draws() if of_streams else bool
         yield
-        if (name := self._other(before, self._now())) is not None:
+        name = self._other(before, self._now())
+        if name is None and has_drawn():
+            name = "torch, numpy or random"
+        if name is not None:
             raise RuntimeError(
                 f"{which} draws from {name}, but in a pipeline only one rank calls it, so that the others would draw "
                 "other numbers from then on; draw in on_train_batch_start or on_train_batch_end, which run once on "

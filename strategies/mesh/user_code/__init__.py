@@ -1,0 +1,1 @@
+"""What user code does to weights and gradients of which ranks hold shards."""
