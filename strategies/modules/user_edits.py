@@ -25,6 +25,8 @@ class Numbers(Protocol):
 
     def take(self) -> list[str]: ...
 
+    def step(self) -> None: ...
+
     def renew(self) -> None: ...
 
 
@@ -104,11 +106,13 @@ class UserEdits:
 
         Within `begin` and `end` it continues to look.
         """
-        if self._before is not None:
-            self.end()
-            self.begin()
-        elif self.numbers is not None:
+        was_on = self._before is not None
+        self.end()
+        if self.numbers is not None:
             self._found.update(self.numbers.take())
+            self.numbers.step()
+        if was_on:
+            self.begin()
         found = [f"{name} ({times} times)" if times > 1 else name for name, times in sorted(self._found.items())]
         self._found.clear()
         return found

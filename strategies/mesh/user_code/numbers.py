@@ -22,6 +22,9 @@ from lockstep.strategies.mesh.user_code.operators import (
     put_handlers,
 )
 
+_FIRST, _EVERY = 16, 32
+"""Steps that are all followed, and which ones later: to follow an operation takes longer than a small one."""
+
 
 class UserNumbers:
     """Follows what is computed with shards between `begin` and `end`, which may be nested.
@@ -37,22 +40,23 @@ class UserNumbers:
         self._reported: dict[str, int] = {}
         self._names: dict[int, str] = {}
         """Of parameters and gradients, once an operation asks for them."""
-        self._depth = self._period = 0
-        self._is_new = False
+        self._depth = self._period = self._steps = 0
+        self._is_new = self._follows = False
         self._before: dict[Any, Handler] = {}
         self._handlers: dict[Any, Handler] = {}
 
     def begin(self) -> None:
         self._depth += 1
-        if self._depth == 1:
-            self._names, self._is_new = {}, bool(self._digests)
+        if self._depth == 1 and (self._steps < _FIRST or self._steps % _EVERY == 0):
+            self._follows, self._names, self._is_new = True, {}, bool(self._digests)
             self._handlers = self._handlers or {**handlers(), **{op: self._follow(op) for op in operators()}}
             self._before = put_handlers(self._handlers)
 
     def end(self) -> list[str]:
         """What has changed by other numbers than at the last call: names of parameters and gradients, with digests."""
         self._depth -= 1
-        if self._depth == 0:
+        if self._depth == 0 and self._follows:
+            self._follows = False
             put_handlers(self._before)
         return self.take()
 
@@ -73,6 +77,10 @@ class UserNumbers:
                 found.append(f"{name} by {shown}({', '.join(numbers)}) [{known[1]:08x}]")
         self._digests = {key: entry for key, entry in self._digests.items() if not entry[0].expired()}
         return found
+
+    def step(self) -> None:
+        """The ranks compare what was found, all at once: a step has ended."""
+        self._steps += 1
 
     def renew(self) -> None:
         """Gradients are others now, by a backward of all ranks."""
