@@ -20,6 +20,11 @@ def within_compiled(model: nn.Module) -> set[nn.Module]:
     return {inner for module in compiled for inner in module.modules() if inner is not module}
 
 
+def is_called(module: nn.Module) -> bool:
+    """Whether it has a forward: others call the items of a ModuleDict one by one."""
+    return type(module).forward is not nn.Module.forward
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether its forward is compiled, by whatever way torch has."""
     return (

@@ -19,6 +19,7 @@ from lockstep.strategies.mesh.tensor_plan.linear import in_features, is_linear
 from lockstep.strategies.mesh.tensor_plan.plan import Plan
 from lockstep.strategies.mesh.tensor_plan.styles import STYLES, Column, caller, differentiable_twice, writable
 from lockstep.strategies.modules.blocks import shared
+from lockstep.strategies.modules.forwards import is_called
 from lockstep.strategies.modules.side_effect_free import side_effect_free
 
 
@@ -107,7 +108,7 @@ def _untried(modules: list[nn.Module], names: list[str], expected: list[Tensor |
 def _first_call(module: nn.Module, name: str, plan: Plan) -> FirstCall | None:
     """What compares the first call of a module that took other arguments than one tensor; None if it is not called by
     itself, or another one of its kind is compared."""
-    if type(module).forward is nn.Module.forward or module in plan.traced:
+    if not is_called(module) or module in plan.traced:
         return None
     kind = kind_of(module, plan.checked[name])
     if kind in plan.kinds:

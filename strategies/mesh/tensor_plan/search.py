@@ -11,6 +11,7 @@ from lockstep.strategies.mesh.tensor_plan.altered import has_hooks, has_own_forw
 from lockstep.strategies.mesh.tensor_plan.linear import in_features, is_plain, is_transposed, out_features
 from lockstep.strategies.mesh.tensor_plan.plan import Plan
 from lockstep.strategies.modules.blocks import shared
+from lockstep.strategies.modules.forwards import is_called
 
 ATTENTION = (
     {"q", "wq", "q_proj", "query", "to_q", "q_lin"},
@@ -82,7 +83,7 @@ def find(model: nn.Module, size: int, plan: Plan) -> None:
         plan.left += [dot + child for child, layer in module.named_children() if is_altered(layer)]
         if isinstance(module, nn.Sequential):
             _find_pairs(dot, module, alone, plan)
-        elif not any(map(has_hooks, inside(module))):  # they may read what the layers of a group hand to each other
+        elif is_called(module) and not any(map(has_hooks, inside(module))):  # they may read what its layers pass on
             taken = _find_attention(dot, module, linear, size, plan)
             _find_perceptron(dot, module, linear, taken, plan)
     _find_others(named, size, plan)

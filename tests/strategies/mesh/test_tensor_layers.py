@@ -148,6 +148,30 @@ def test_layers_that_a_plan_could_mistake_compute_as_on_one_process(makes: list[
     exact("tensor", 2, *makes)
 
 
+class InADict(Layers):
+    """A perceptron in a ModuleDict, as that of minGPT, of which the module around it calls the layers."""
+
+    def make(self) -> None:
+        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(8, 32), "act": nn.GELU(), "c_proj": nn.Linear(32, 8)})
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.mlp["c_proj"](self.mlp["act"](self.mlp["c_fc"](x)))
+
+
+class InTheStep(Layers):
+    """A perceptron in attributes of the module itself, which has no forward."""
+
+    def make(self) -> None:
+        self.fc1, self.fc2 = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.fc2(torch.tanh(self.fc1(x)))
+
+
+def test_layers_of_what_has_no_forward_are_not_sharded_as_a_perceptron() -> None:
+    exact("tensor", 2, InADict, InTheStep)
+
+
 class Gate(Pair):
     """Calls its layers with one tensor without a graph, and then with one."""
 
