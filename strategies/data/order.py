@@ -121,7 +121,7 @@ class _Stream(Attributes):
     """Also the generators and numbers of other objects that an iterable dataset holds, such as transforms."""
 
     def __init__(self, owner: Any) -> None:
-        self._reached = search({_REACHED: owner})
+        self._reached = search({_REACHED: owner}).copied()
         super().__init__(owner)
 
     def state_dict(self) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class HeldState:
 
     def __init__(self, roots: Mapping[str, Any], rank: int = 0) -> None:
         self._roots, self._rank = roots, rank
-        self._first = search(self._roots)
+        self._first = search(self._roots).copied()
         self._known: set[tuple[str, str]] = set()
         """Of what the run that is resumed had changed."""
         self._began: Held | None = None
@@ -122,7 +122,7 @@ class HeldState:
 
     def now(self) -> Callable[[], None]:
         """What lets all be as it is now."""
-        return partial(self._put, search(self._roots))
+        return partial(self._put, search(self._roots).copied())
 
     @contextmanager
     def unmoved(self) -> Iterator[None]:
@@ -134,7 +134,7 @@ class HeldState:
 
     def begin(self) -> None:
         """Note what is held as the data begins to be read."""
-        self._began = search(self._roots)
+        self._began = search(self._roots).copied()
 
     def put_back(self) -> None:
         """Let all be as before the data was read last."""
@@ -217,11 +217,14 @@ class Watched:
             return self.fetcher[key]
         if new:  # what is held may be made as samples are read
             self._held = search(self._roots)
-        before = [(at, place.get(), state_of(place.get())) for at, place in self._held.places.items()]
+        before = [(at, held := place.get(), _state_of(held)) for at, place in self._held.places.items()]
         batch = self.fetcher[key]
         for at, held, state in before:
             place = self._held.places[at]
-            if state is not None and moved(place, held, state, self._held.reseeds):
+            if state is None or (state is _NUMBER and place.get() is held):
+                continue
+            state = state_of(held) if state is _NUMBER else state
+            if moved(place, held, state, self._held.reseeds):
                 self._moved[at] += 1  # what is made once, or set once, is what each copy makes
                 if self._moved[at] == 2:
                     self._note(place.shown, is_number(state))
@@ -233,6 +236,14 @@ class Watched:
             self._draws.note(done)
         elif self._refuses:
             raise refused(done)
+
+
+def _state_of(held: Any) -> Any:
+    return _NUMBER if type(held) in (bool, int, float) else state_of(held)
+
+
+_NUMBER = object()
+"""In the place of the state of a number, which is the number: there may be thousands, for each fetch."""
 
 
 class OwnDraws(ValueError):

@@ -121,15 +121,18 @@ def _are_scalars(values: Iterable[Any]) -> bool:
 
 
 def is_same(one: Any, other: Any) -> bool:
+    """Whether two contents are equal; NaN is equal to itself."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
     if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+        if one.dtype != other.dtype or one.shape != other.shape or not one.is_floating_point():
+            return one.dtype == other.dtype and torch.equal(one, other)
+        return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
     if isinstance(one, np.ndarray):
-        return bool(one.dtype == other.dtype and np.array_equal(one, other))
-    return bool(one == other)
+        return bool(one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind == "f"))
+    return bool(one == other or (one != one and other != other))
 
 
 def put_content(now: Any, content: Mapping[str, Any]) -> Any:

@@ -10,6 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import islice
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -44,7 +45,7 @@ def search(roots: Mapping[str, Any]) -> Held:
 
     Numbers are those of the program's classes and functions, of globals and closures those that a function sets; an
     installed package's may be about a file that it has opened. No code of theirs is called, and large lists and dicts,
-    tensors and arrays are not read.
+    tensors and arrays are not read, but for about a thousand parts.
     """
     return _Search(roots).found
 
@@ -111,24 +112,24 @@ class _Search:
                 self._visit(path, value)
 
     def _visit(self, path: str, value: Any) -> None:
-        if isinstance(value, FunctionType):
+        kind: Any = type(value)  # an object that stands for another one says that it is of the other's class
+        if kind is FunctionType:
             self._function(path, value)
-        elif isinstance(value, (MethodType, BuiltinMethodType)):  # also that of a generator, without the generator
+        elif kind in (MethodType, BuiltinMethodType):  # also that of a generator, without the generator
             self._place((path, ".__self__"), path, None, partial(_same, value.__self__), _leave, numbers=False)
             self._next.append((f"{path}()", getattr(value, "__func__", None)))
-        elif isinstance(value, partial):
+        elif issubclass(kind, partial):
             self._next += [(f"{path}.func", value.func), (f"{path}.args", value.args), (path, value.keywords)]
-        elif isinstance(value, _CONTAINERS):
+        elif issubclass(kind, _CONTAINERS):
             self._items(path, value)
-        elif isinstance(value, functools._lru_cache_wrapper):
+        elif kind is functools._lru_cache_wrapper:
             self._next.append((path, value.__wrapped__))
-        kind: Any = type(value)
         if _is_searched(kind):
             self._object(path, value)
 
     def _items(self, path: str, value: Any) -> None:
         """What a small container holds, by no code of its class."""
-        base: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))
+        base: Any = _base_of(type(value))
         length = base.__len__(value)
         self._room -= length if length <= _MANY else 0
         if length > _MANY or self._room < 0:
@@ -164,18 +165,23 @@ class _Search:
         for base in kind.__mro__:
             if id(base) not in self._seen and is_of_program(base):
                 self._seen[id(base)] = base
-                self._class(base)
+                self._class(base, kind if is_of_run else None)
 
-    def _class(self, kind: Any) -> None:
+    def _class(self, kind: Any, of_run: Any) -> None:
+        """What objects of a class have in common; `of_run`: it is of an object of the run, whose steps and hooks are
+        not called to read data."""
+        called = {name for base in of_run.__mro__ if not is_of_program(base) for name in vars(base)} if of_run else ()
         path = f"{kind.__module__}.{kind.__qualname__}"
         for name, value in [*vars(kind).items()]:
             function = value.fget if isinstance(value, property) else value
             function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else function
+            if name in called:
+                continue
             if isinstance(function, FunctionType):
                 self._next.append((f"{path}.{name}", function))
             elif not name.startswith("__") and not hasattr(type(value), "__get__"):
                 get, put = partial(vars(kind).get, name), partial(setattr, kind, name)
-                self._place((path, name), f"{kind.__name__}.{name}", None, get, put)
+                self._place((path, name), f"{kind.__name__}.{name}", None, get, put, numbers=of_run is None)
 
     def _function(self, path: str, function: FunctionType) -> None:
         if (wrapped := getattr(function, "__wrapped__", None)) is not None:
@@ -211,7 +217,7 @@ class _Search:
     ) -> None:
         """Note what is held there if it is a generator, or with `numbers` a number; else go to it."""
         value = get()
-        is_leaf = isinstance(value, _LEAVES)
+        is_leaf = issubclass(type(value), _LEAVES)
         if (is_leaf and not numbers) or (not is_leaf and id(value) in self._seen) or key in self.found.places:
             return
         state, (owner, name) = state_of(value), key
@@ -222,13 +228,36 @@ class _Search:
                 self._seen[id(value)] = value
             return
         if value is not _NOTHING and (numbers or not is_leaf):
-            self.found.others.setdefault(owner, {})[name] = _roughly(value)
+            self.found.others.setdefault(owner, {})[name] = _roughly(value) if numbers else type(value)
         if continues and not is_leaf and len(owner) < _LONGEST:
             self._next.append((f"{owner}{name}" if name[0] in "[." else f"{owner}.{name}", value))
 
 
+def _base_of(kind: type) -> Any:
+    """Of which class of containers it is."""
+    return next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+
+
 def _roughly(value: Any) -> Any:
-    return type(value), len(value) if type(value) in _CONTAINERS else None
+    """What is equal while nothing changes, of containers and arrays about a thousand parts; of an open file, an
+    iterator and the like, of which a number may tell how far they are read, nothing is."""
+    kind: Any = type(value)
+    if (base := _base_of(kind)) is not None:
+        length = base.__len__(value)
+        if kind in (list, tuple):
+            return kind, length, [*map(id, value[:: length // _MANY + 1])]
+        parts = iter(base.values(value)) if base is dict else base.__iter__(value)
+        return kind, length, [*map(id, islice(parts, _MANY))]  # of which no code of another thread changes any
+    if kind is Tensor:
+        return kind, None if value.is_inference() else value._version
+    if kind is np.ndarray:
+        return kind, value.flat[:: value.size // _MANY + 1].tobytes() if value.flags.writeable else None
+    return object() if _is_read_on(kind) else kind
+
+
+@functools.cache
+def _is_read_on(kind: type) -> bool:
+    return not issubclass(kind, _LEAVES) and any(hasattr(kind, name) for name in ("read", "seek", "close", "__next__"))
 
 
 def _dict_of(value: Any) -> dict[str, Any]:

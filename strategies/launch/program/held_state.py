@@ -46,6 +46,10 @@ class Held:
     reseeds: bool = False
     """Whether code that was found names what seeds a generator."""
 
+    def copied(self) -> Held:
+        """What does not keep objects alive."""
+        return Held(states=self.states, others=self.others)
+
     def may_put(self, key: tuple[str, str], state: Mapping[str, Any], then: Held) -> bool:
         """Whether what was held `then` can be had without what is not kept: a generator; a number beside which nothing
         else has changed, as it may be about that; and one that reading does not set."""
@@ -69,18 +73,19 @@ def put_state(place: Place, state: Mapping[str, Any]) -> None:
 
 def state_of(value: Any) -> dict[str, Any] | None:
     """A copy of what a generator or a number holds, in data that a checkpoint holds; None of anything else."""
-    if isinstance(value, _NUMBERS):
-        return {"value": value} if type(value) in _NUMBERS else None
-    if type(value) is itertools.count:
+    kind = type(value)  # an object that stands for another one says that it is of the other's class
+    if issubclass(kind, _NUMBERS):
+        return {"value": value} if kind in _NUMBERS else None
+    if kind is itertools.count:
         with suppress(ValueError, SyntaxError):  # of numbers that are not Python's
             return {"count": literal_eval(repr(value)[5:])}
         return None
-    if isinstance(value, (Tensor, np.ndarray)):
+    if issubclass(kind, (Tensor, np.ndarray)):
         return None if value.ndim else content_of(value)
-    if isinstance(value, generators()):
+    if issubclass(kind, generators()):
         found = generator_content(value)
         return None if found is None or found["kind"] == "cuda" else {"generator": found}
-    if isinstance(value, np.generic):
+    if issubclass(kind, np.generic):
         return content_of(value)
     return {"shared": value.value} if _is_shared(value) and type(value.value) in _NUMBERS else None
 

@@ -133,6 +133,7 @@ class Cached(Base):
         self.of_sample, self.seeded = np.random.default_rng(0), torch.Generator()
         self.python, self.legacy = random.Random(0), np.random.RandomState(0)
         self.last, self.length, self.is_open, self.mean = -1, 0, False, None
+        self.no_data, self.of_torch, self.of_numpy = float("nan"), torch.tensor(torch.nan), np.float32("nan")
 
     def __getitem__(self, index: int) -> Any:
         if self.order is None:

@@ -395,3 +395,24 @@ def test_nothing_is_saved_of_data_that_draws_nothing(tmp_path: Path) -> None:
     trainer = quiet(max_epochs=1)
     trainer.fit(net(), plain(Noisy(torch.nn.Identity())))
     assert trainer._run.train_dataloader.state_dict() == {}
+
+
+VALIDATED = 0
+
+
+def test_what_steps_count_stays_where_a_method_of_their_module_collates() -> None:
+    class Collates(Net):
+        validated = 0
+
+        def collate(self, batch: Any) -> Any:
+            return default_collate(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            global VALIDATED
+            VALIDATED += 1
+            type(self).validated += 1
+
+    module = Collates()
+    loaders = [DataLoader(SAMPLES, 11, collate_fn=module.collate) for _ in range(2)]  # type: ignore[arg-type]
+    quiet(max_epochs=2).fit(module, *loaders)
+    assert VALIDATED == Collates.validated == 4
