@@ -180,7 +180,7 @@ class Items:
         self._after_first: Any = None
         """What tells its state after the first item of the epoch, to which a later one may be equal."""
         self._first: str | None = None
-        """What tells the first item of the epoch."""
+        """What tells the first two items of the epoch, if they differ."""
         self.samples = 0
         """Samples of the epoch read so far, over all ranks."""
         self.micro_batches = 0
@@ -275,6 +275,7 @@ class Items:
         self._number, self._ended = 0, False
         self.samples = self.micro_batches = 0
         self._after_first, self._first, self._continues = None, None, False
+        self._noted: list[str] = []
         if state is not None and (state["epoch"] != epoch or "began" in state):  # what it begins this epoch with
             self.dataset.load_state_dict(deepcopy(state["began" if state["epoch"] == epoch else "dataset"]))
             state = None
@@ -342,6 +343,7 @@ class Items:
                 weight = self._weight(item)
                 if items == 0:
                     padding = item
+                if len(self._noted) < 2:
                     self._note_first(item)
                 if (own := items // size) in parts:
                     parts[own].append(item)
@@ -357,12 +359,18 @@ class Items:
         return [(mine or [padding], samples[own]) for own, mine in parts.items()], all_samples
 
     def _note_first(self, item: Any) -> None:
-        """Of a micro-batch: of the first that is read of an epoch, note what tells it, and the state of the dataset."""
+        """Of the first two that are read note what tells them, and the state of the dataset after the first; refuse two
+        that were the first of the epoch before, unless they are equal, as then others may be, too."""
+        if not self._continues and self.before is None:
+            return
+        self._noted.append(bits_of(item))
         if self._after_first is None and self.before is not None:
-            self._after_first, self._first = bits_of(self.dataset.state_dict()), bits_of(item)
-        elif self._continues and self._first == bits_of(item):
+            self._after_first = bits_of(self.dataset.state_dict())
+        noted = " ".join(self._noted)
+        if self.before is not None:
+            self._first = noted if len({*self._noted}) == 2 else None
+        elif self._first == noted or (self._unit == 1 and (self._first or "").startswith(noted)):  # it would be a step
             raise begins_again(self.dataset, self.samples)
-        self._continues = False
 
     def _weight(self, item: Any) -> int:
         return guess_batch_size(item) if self._batch_size is None else 1

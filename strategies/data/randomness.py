@@ -223,11 +223,11 @@ class Watched:
             place = self._held.places[at]
             if state is None or (state is _NUMBER and place.get() is held):
                 continue
-            state = state_of(held) if state is _NUMBER else state
-            if moved(place, held, state, self._held.reseeds):
+            was: Any = state_of(held) if state is _NUMBER else state
+            if moved(place, held, was, self._held.reseeds):
                 self._moved[at] += 1  # what is made once, or set once, is what each copy makes
                 if self._moved[at] == 2:
-                    self._note(place.shown, is_number(state))
+                    self._note(place.shown, is_number(was))
         return batch
 
     def _note(self, name: str, counts: bool) -> None:

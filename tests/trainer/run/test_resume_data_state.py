@@ -213,6 +213,7 @@ def fit(dataset: Any, ckpt: Path | None = None, **options: Any) -> tuple[Any, An
         EndlessBatches: lambda: DataLoader(dataset, None),
         PassOfBatches: lambda: dataset,
         Counting: lambda: dataset,
+        Repeating: lambda: dataset,
     }
     loader = given.get(type(dataset), lambda: DataLoader(dataset, 8))()
     trainer.fit(module, loader, ckpt_path=ckpt)
@@ -276,6 +277,36 @@ def test_a_loader_that_begins_again_though_its_state_says_where_it_was_is_refuse
     with pytest.raises(RuntimeError, match="after 16 samples of an epoch, but begins with the first of them"):
         fit(Counting(), tmp_path / "step 2")
     assert equal(weights(fit(Counting(), tmp_path / "end 1")[0]), weights(whole))
+
+
+class Repeating(Counting):
+    """Continues where it was, with the same batch or sample every time, or the first of them again."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        super().__init__()
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.done < len(self.samples):
+            self.done += 1
+            yield self.samples[self.done - 1]
+        self.done = 0
+
+
+class RepeatingStream(Repeating, IterableDataset[Any]):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Repeating, RepeatingStream])
+def test_data_that_repeats_its_first_sample_continues_in_its_place(tmp_path: Path, kind: Any) -> None:
+    given = {
+        Repeating: [[default_collate(SAMPLES[:8])] * 3],
+        RepeatingStream: [SAMPLES[:1] * 24, [*SAMPLES[:16], *SAMPLES[:1] * 8]],
+    }
+    for i, samples in enumerate(given[kind]):
+        whole, trainer = fit(kind(samples), max_epochs=1, callbacks=[SaveEverywhere(tmp_path / f"{i}")])
+        resumed, other = fit(kind(samples), tmp_path / f"{i}" / "step 2", max_epochs=1)
+        assert other.global_step == trainer.global_step == 3 and equal(weights(resumed), weights(whole))
 
 
 @pytest.mark.parametrize("options", [{}, {"limit_train_batches": 2}])
