@@ -52,7 +52,8 @@ def search(roots: Mapping[str, Any]) -> Held:
 
 def moved(place: Place, held: Any, state: Mapping[str, Any], reseeds: bool) -> bool:
     """Whether what `held` is at a place has been drawn from, or counted, since it had `state`: not if a generator was
-    made again or, which code does that `reseeds`, seeded, nor if a number was set by what does not read it."""
+    made again or, which code does that `reseeds`, seeded, nor if a number that is an attribute of an object was set by
+    what does not read it."""
     now = state_of(place.get())
     if now is None or now.keys() != state.keys() or is_same(now, state):
         return False
