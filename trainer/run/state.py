@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -299,7 +300,9 @@ class RunState:
 
     def pause(self) -> Paused:
         """Called as a validation within a fit begins."""
-        order = copy.deepcopy(self.train_dataloader.state_dict())
+        order = self.train_dataloader.state_dict()
+        with suppress(Exception):  # what cannot be copied cannot be saved, which a save says
+            order = copy.deepcopy(order)
         self.paused = Paused(rng_state(self.streams), self.metrics, order)
         return self.paused
 

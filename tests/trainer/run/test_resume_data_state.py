@@ -549,3 +549,18 @@ def test_a_dataset_continues_over_epochs_on_another_layout(
             resumed, again = fit(kind(), tmp_path / name, **other)
             assert again.global_step == trainer.global_step
             assert distance(weights(resumed), weights(whole)) < 1e-12
+
+
+class Locked(Endless):
+    """Has a state that cannot be copied."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lock": threading.Lock()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_a_state_that_nobody_saves_may_be_one_that_cannot_be_copied() -> None:
+    trainer = quiet(max_epochs=2, limit_train_batches=2)
+    trainer.fit(net(), DataLoader(Locked(), 8), DataLoader(SAMPLES, 8))  # type: ignore[arg-type]
+    assert trainer.global_step == 4
