@@ -145,7 +145,7 @@ class HeldState:
     def _put(self, then: Held) -> None:
         now = search(self._roots)
         for key, place in now.places.items():
-            state = then.states.get(key)
+            state = None if place.is_of_run else then.states.get(key)
             if state is not None and not is_same(now.states[key], state) and now.may_put(key, state, then):
                 put_state(place, state)
 
@@ -155,7 +155,8 @@ class HeldState:
         lost = []
         for key, state in now.states.items():
             before = first.states.get(key)
-            if key not in self._known and before is not None and is_same(state, before):
+            is_unchanged = key not in self._known and before is not None and is_same(state, before)
+            if is_unchanged or now.places[key].is_of_run:
                 continue
             if now.may_put(key, state, first):
                 kept.setdefault(key[0], {})[key[1]] = state

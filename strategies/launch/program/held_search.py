@@ -223,7 +223,7 @@ class _Search:
             return
         state, (owner, name) = state_of(value), key
         if state is not None:
-            self.found.places[key] = Place(owner, name, shown, kind, get, put)
+            self.found.places[key] = Place(owner, name, shown, kind, get, put, not continues)
             self.found.states[key] = state
             if not is_leaf:
                 self._seen[id(value)] = value

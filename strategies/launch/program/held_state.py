@@ -31,6 +31,8 @@ class Place(NamedTuple):
     """The class of the object whose attribute it is."""
     get: Callable[[], Any]
     put: Callable[[Any], None]
+    is_of_run: bool = False
+    """Whether a Module or DataModule holds it, whose steps and hooks use it too, and which is saved otherwise."""
 
 
 @dataclass

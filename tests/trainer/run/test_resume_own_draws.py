@@ -416,3 +416,53 @@ def test_what_steps_count_stays_where_a_method_of_their_module_collates() -> Non
     loaders = [DataLoader(SAMPLES, 11, collate_fn=module.collate) for _ in range(2)]  # type: ignore[arg-type]
     quiet(max_epochs=2).fit(module, *loaders)
     assert VALIDATED == Collates.validated == 4
+
+
+def test_a_generator_of_the_module_whose_method_collates_is_drawn_from_on(tmp_path: Path) -> None:
+    class Collates(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rng, self.drawn = random.Random(3), []
+
+        def collate(self, batch: Any) -> Any:
+            return default_collate(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.drawn.append(self.rng.random())
+
+    def run(ckpt: Path | None = None, **options: Any) -> Any:
+        torch.manual_seed(0)
+        module = Collates()
+        loaders = [DataLoader(SAMPLES, 11, collate_fn=module.collate) for _ in range(2)]  # type: ignore[arg-type]
+        quiet(max_epochs=2, **options).fit(module, *loaders, ckpt_path=ckpt)
+        return module.drawn
+
+    expected = random.Random(3)
+    assert run(callbacks=[SaveEverywhere(tmp_path)]) == [expected.random() for _ in range(4)]
+    assert run(tmp_path / "end 0") == run()
+
+
+@pytest.mark.parametrize("hook", ["on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"])
+def test_what_a_hook_of_a_validation_sets_in_a_dataset_stays(hook: str) -> None:
+    class Sets(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    dataset = Noisy(Noise())
+
+    def count() -> None:
+        dataset.transform.level += 1
+
+    module = Sets()
+    setattr(module, hook, count)
+    before = []
+    module.on_train_epoch_start = lambda: before.append(dataset.transform.level)  # type: ignore[method-assign]
+    dataset.transform.level = 0.0
+
+    class Still(Noise):
+        def __call__(self, x: Any) -> Any:
+            return x
+
+    dataset.transform = Still()
+    dataset.transform.level = 0.0
+    quiet(max_epochs=3).fit(module, plain(dataset), plain(dataset))
+    assert before == [0.0, 1.0, 2.0]
