@@ -202,7 +202,7 @@ class SPMDStrategy(SPMDStep[W]):
         forget_casts()
         self._looks = self._steps_on_host = False
         self._non_finite, self._watched, self._copies, self._trained_by = None, [], None, ()
-        self._step_hooks = NO_HOOKS
+        self._step_hooks, self._parameter_hooks, self._hook_draws = NO_HOOKS, ParameterHooks(), None
         if self._changes is not None:
             self._changes.close()
             self._changes = None

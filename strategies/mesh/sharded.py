@@ -218,12 +218,11 @@ class ShardedStrategy(ShardedOptimizers):
             bracket = nullcontext() if hooks.automatic else wrapped.open()
             by_class = steps.losses_by_class(self.options.loss_parallel and "tensor" in self._sizes)
             share = shared(self._buffers, window, self.name, self._peers)
-            with explained("training_step"), by_class, bracket, share:
+            with explained("training_step"), by_class, bracket, share, self._edits.window():
                 result = super().forward_backward(wrapped, step_fn, window, hooks)
         finally:
             self._in_step = False
             wrapped.close()
-            self._edits.end_own()
         mixed_tensors.refuse_kept_copies(self.unwrap(wrapped), self.name)
         return result
 

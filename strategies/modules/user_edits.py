@@ -86,6 +86,16 @@ class UserEdits:
         if self.numbers is not None:
             self._found.update(self.numbers.stop())
 
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        """Around the steps of the user for a window of batches: see `begin_own`."""
+        try:
+            yield
+        finally:
+            self.end_own()
+            if self.numbers is not None:
+                self.numbers.step()
+
     def add(self, names: Iterable[str]) -> None:
         """Name what else user code has changed."""
         self._found.update(names)
@@ -106,13 +116,11 @@ class UserEdits:
 
         Within `begin` and `end` it continues to look.
         """
-        was_on = self._before is not None
-        self.end()
-        if self.numbers is not None:
-            self._found.update(self.numbers.take())
-            self.numbers.step()
-        if was_on:
+        if self._before is not None:
+            self.end()
             self.begin()
+        elif self.numbers is not None:
+            self._found.update(self.numbers.take())
         found = [f"{name} ({times} times)" if times > 1 else name for name, times in sorted(self._found.items())]
         self._found.clear()
         return found

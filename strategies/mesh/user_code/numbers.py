@@ -38,18 +38,20 @@ class UserNumbers:
         self._digests: dict[int, tuple[StorageWeakRef, int, str, list[str]]] = {}
         """By the key of a tensor: a reference, the digest, and the last operation that changed it, with its numbers."""
         self._reported: dict[str, int] = {}
-        self._names: dict[int, str] = {}
-        """Of parameters and gradients, once an operation asks for them."""
+        self._names: dict[int, tuple[StorageWeakRef, str]] = {}
+        """Of parameters and gradients, once an operation asks for them, as they were then."""
         self._depth = self._period = self._steps = 0
         self._is_new = self._follows = False
         self._before: dict[Any, Handler] = {}
         self._handlers: dict[Any, Handler] = {}
+        self._followed: dict[Any, Handler] = {}
 
     def begin(self) -> None:
         self._depth += 1
         if self._depth == 1 and (self._steps < _FIRST or self._steps % _EVERY == 0):
             self._follows, self._names, self._is_new = True, {}, bool(self._digests)
-            self._handlers = self._handlers or {**handlers(), **{op: self._follow(op) for op in operators()}}
+            self._followed = self._followed or {op: self._follow(op) for op in operators()}
+            self._handlers = {**handlers(), **self._followed}
             self._before = put_handlers(self._handlers)
 
     def end(self) -> list[str]:
@@ -79,7 +81,7 @@ class UserNumbers:
         return found
 
     def step(self) -> None:
-        """The ranks compare what was found, all at once: a step has ended."""
+        """Another window of batches was computed."""
         self._steps += 1
 
     def renew(self) -> None:
@@ -145,8 +147,11 @@ class UserNumbers:
             if key in self._digests:
                 return self._digests[key][1]
             if not self._names:
-                self._names = {_key(tensor): name for name, tensor in self._tensors()}
-            return zlib.crc32(repr((self._names.get(key), self._period, [*value.shape])).encode())
+                # The references keep their keys from what may be made in the place of one that is gone.
+                held = [(_held(tensor), name) for name, tensor in self._tensors()]
+                self._names = {each._cdata: (StorageWeakRef(each), name) for each, name in held}
+            _, name = self._names.get(key, (None, None))
+            return zlib.crc32(repr((name, self._period, [*value.shape])).encode())
         if isinstance(value, list | tuple):
             return hash(tuple([self._digest_of(each, read, numbers) for each in value]))
         if isinstance(value, Tensor) and value.numel() == 1:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from lockstep import Module
 from lockstep.callbacks import ModelCheckpoint
+from lockstep.strategies import TensorParallel
+from lockstep.strategies.launch.launcher import launch
 from tests.strategies.mesh.perceptrons import Perceptron, exact, labeled
 from tests.strategies.mesh.test_fsdp import fit
 from tests.trainer.toy import distance, weights
@@ -343,6 +345,15 @@ class DrawsInAnotherHook(Perceptron):
             parameter.grad.mul_(1 + self.drawn)
 
 
+class DrawsLate(Perceptron):
+    """Scales by other numbers on each rank once many steps of an epoch are done."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1 + (random.random() if self.global_step >= 40 else 0))
+
+
 class ByRank(Perceptron):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for parameter in self.parameters():
@@ -354,6 +365,39 @@ class ByRank(Perceptron):
 def test_hooks_and_own_steps_that_change_shards_by_what_each_rank_has_are_refused(make: Callable[[], Module]) -> None:
     with pytest.raises(RuntimeError, match=rf"{REFUSED}.*net\.0\.bias by mul_\(\d"):
         fit("fsdp", 2, make(), labeled())
+
+
+def test_what_hooks_change_shards_by_is_compared_in_some_of_the_later_steps_too() -> None:
+    with pytest.raises(RuntimeError, match=rf"{REFUSED}.*net\.0\.bias by mul_\(\d"):
+        fit("fsdp", 2, DrawsLate(), labeled(8 * 70), max_epochs=1)
+
+
+class AnotherForward(ByHand):
+    """Computes a loss with the gradients of another one at hand."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.manual_backward(self.loss(batch) ** 2)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+def fit_by_class(makes: list[Callable[[], Module]]) -> list[Any]:
+    """The weights after training each module, and how many operators are left with a way of their own."""
+    from torch.distributed.tensor import DTensor
+
+    found: list[Any] = []
+    for make in makes:
+        fit(TensorParallel(loss_parallel=True), 2, module := make(), labeled())
+        found += [weights(module), len(DTensor._op_dispatcher._custom_op_handlers)]  # type: ignore[attr-defined]
+    return found
+
+
+def test_losses_by_class_are_computed_in_manual_steps_and_leave_nothing_behind() -> None:
+    by_hand, left, _, at_the_end = launch(fit_by_class, ([AnotherForward, Perceptron],), 2)
+    fit("single", 1, one := AnotherForward(), labeled())
+    assert distance(by_hand, weights(one)) < 1e-12
+    assert left == at_the_end
 
 
 def test_steps_of_the_modules_own_that_change_shards_alike_follow_one_process() -> None:
