@@ -126,7 +126,8 @@ class UserNumbers:
                 result = before(op, args, kwargs)
                 self._handlers[op] = follow
             values = dict(zip(names, args, strict=False)) | kwargs
-            for i in range(len(args[0])) if is_list else ():
+            lists = [value for value in values.values() if isinstance(value, list | tuple)]
+            for i in range(len(lists[0])) if is_list else ():
                 row = {key: value[i] if isinstance(value, list | tuple) else value for key, value in values.items()}
                 note(row, None if result is None else result[i])
             if not is_list:

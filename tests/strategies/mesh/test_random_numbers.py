@@ -319,6 +319,8 @@ class OwnStepScalesAlike(OwnStep):
         for parameter in self.parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(1 + drawn.random())
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        torch._foreach_mul_(gradients, torch._foreach_pow(2.0, gradients))
 
 
 class OwnStepScalesAfter(OwnStep):
