@@ -77,13 +77,15 @@ def kept_streams() -> Iterator[None]:
 
 @contextmanager
 def shared_streams(broadcast: Callable[[Any], Any], is_first: bool) -> Iterator[None]:
-    """Let every rank draw what rank 0 draws; at the end the others' streams are what they were. Every rank calls it."""
+    """Let every rank draw what rank 0 draws; at the end the others' streams are what they were, but those that were
+    equal to rank 0's before, as where ranks share samples, are so afterwards. Every rank calls it."""
     own = stream_states()
     take_first_streams(broadcast, is_first)
+    are_apart = has_drawn(own)
     try:
         yield
     finally:
-        if not is_first:
+        if are_apart:
             restore_streams(own)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep import Module
 from lockstep.callbacks import ModelCheckpoint
@@ -292,6 +292,23 @@ def test_manual_steps_that_change_shards_alike_follow_one_process_over_meshes() 
         for make in BY_HAND:
             with pytest.raises(RuntimeError, match=rf"{REFUSED}|is not the same on the ranks"):
                 fit(strategy, 4, make(), labeled())
+
+
+class NoiseWithinWhole(Perceptron):
+    """Dropout, and noise for the weights, from the same streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(0, nn.Dropout(0.3))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with self.trainer.whole(self):
+            for parameter in self.parameters():
+                parameter.data.add_(0.01 * torch.randn_like(parameter))
+
+
+def test_ranks_that_share_samples_drop_out_alike_after_draws_within_whole() -> None:
+    exact("tensor", 2, NoiseWithinWhole)
 
 
 class OwnStep(Perceptron):
