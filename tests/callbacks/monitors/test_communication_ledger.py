@@ -58,7 +58,7 @@ class Profiled(CommunicationLedger):
             self.by_gloo = sum(
                 event.name().startswith("gloo:") for event in self.profile.profiler.kineto_results.events()
             )
-        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer, module, None, batch, batch_idx)  # a pipeline sends `outputs` to all readers
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "by_gloo": getattr(self, "by_gloo", None)}

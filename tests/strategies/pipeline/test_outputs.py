@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lockstep import DataModule
-from lockstep.callbacks import Callback, LambdaCallback, Timer
+from lockstep.callbacks import Callback, LambdaCallback
 from lockstep.trainer.kept.outputs import _reads
 from tests.strategies.pipeline.classifiers import Base, samples
 from tests.trainer.toy import quiet
@@ -214,54 +214,3 @@ def test_code_of_hooks_shows_whether_they_use_outputs() -> None:
     assert uses == {"unused": False, "used": True, "first": False, "any_number": True, "by_name": True}
     callback = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, *_: print(outputs))
     assert _reads(callback.on_train_batch_end, 2) and _reads(operator.itemgetter(0), 2)
-
-
-class Passing(Timer):
-    """Gives outputs to hooks that do not use them."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
-        self.count = batch_idx
-
-
-class PassingToo(Passing):
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        return super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
-
-
-class PassingOn(Keeping):
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
-
-
-class PassingOtherwise(Passing):
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(trainer, module, None, outputs, batch_idx)
-
-
-class PassingByName(Passing):
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(trainer, module, outputs=outputs, batch=batch, batch_idx=batch_idx)
-
-
-class PassingElsewhere(Passing):
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
-        module.on_train_batch_end(outputs, batch, batch_idx)
-
-
-@pytest.mark.parametrize(
-    ("kind", "reads"),
-    [
-        (Passing, False),
-        (PassingToo, False),
-        (PassingOn, True),
-        (PassingOtherwise, True),
-        (PassingByName, True),
-        (PassingElsewhere, True),
-    ],
-)
-def test_outputs_that_are_only_passed_to_a_hook_that_does_not_use_them_are_not_read(
-    kind: type[Callback], reads: bool
-) -> None:
-    assert _reads(kind().on_train_batch_end, 2) is reads
