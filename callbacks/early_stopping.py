@@ -131,7 +131,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        check_state("EarlyStopping", state_dict, set(self.state_dict()), _SAVED)
+        check_state("EarlyStopping", state_dict, _SAVED)
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.stopping_reason_message = state_dict["stopping_reason"]

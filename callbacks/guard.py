@@ -64,8 +64,7 @@ class Guard(Callback):
         return {"skipped_steps": self.skipped_steps, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        names = "skipped_steps", "in_a_row"
-        check_state("Guard", state_dict, {*names}, dict.fromkeys(names, is_count))
+        check_state("Guard", state_dict, {"skipped_steps": is_count, "in_a_row": is_count})
         self.skipped_steps, self.in_a_row = state_dict["skipped_steps"], state_dict["in_a_row"]
 
     def roll_back(self, state_dict: dict[str, Any]) -> None: ...  # steps that were skipped since then stay counted

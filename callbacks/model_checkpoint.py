@@ -172,7 +172,7 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        check_state("ModelCheckpoint", state_dict, set(self.state_dict()), SAVED)
+        check_state("ModelCheckpoint", state_dict, SAVED)
         self._moved_from = state_dict["dirpath"]
         self.dirpath = self.dirpath or self._moved_from
         folder = self._moved_from or ""

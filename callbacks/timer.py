@@ -70,7 +70,7 @@ class Timer(Callback):
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in ("train", "validate", "test", "predict")}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        check_state("Timer", state_dict, {"time_elapsed"}, {"time_elapsed": _are_times})
+        check_state("Timer", state_dict, {"time_elapsed": _are_times})
         self._elapsed_s.update(state_dict["time_elapsed"])
 
     def roll_back(self, state_dict: dict[str, Any]) -> None: ...  # the time since then was spent all the same

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +75,7 @@ Checks = Mapping[str, Callable[[Any], bool]]
 
 
 def is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 0
 
 
 def is_count_or_none(value: Any) -> bool:
@@ -82,8 +83,9 @@ def is_count_or_none(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """An int or a float, NaN and infinities among them; no bool."""
-    return type(value) is float or (type(value) is int and abs(value) < 1 << 1023)
+    """An int or a float, or one of numpy, which an argument may have been; NaN and infinities among them; no bool."""
+    is_large = isinstance(value, Integral) and abs(value) >= 1 << 1023
+    return isinstance(value, Real) and not isinstance(value, bool) and not is_large
 
 
 def is_time(value: Any) -> bool:
@@ -96,18 +98,14 @@ def is_moment(value: Any) -> bool:
     return value in (None, True, False)
 
 
-def check_state(owner: str, state: dict[str, Any], expected: set[str], checks: Checks) -> None:
-    """Raise ValueError where a saved state of `owner` lacks something, has more, or has what `checks` does not take."""
-    if state.keys() != expected:
+def check_state(owner: str, state: dict[str, Any], checks: Checks) -> None:
+    """Raise ValueError where a saved state of `owner` lacks something, or has what `checks` does not take. What it has
+    beside these is of a subclass."""
+    if not checks.keys() <= state.keys():
         raise ValueError(
-            f"the saved state of {owner} must have the keys {sorted(expected)}, but it has {sorted(state)}: it comes "
+            f"the saved state of {owner} must have the keys {sorted(checks)}, but it has {sorted(state)}: it comes "
             "from another version"
         )
-    check_values(owner, state, checks)
-
-
-def check_values(owner: str, state: dict[str, Any], checks: Checks) -> None:
-    """Raise ValueError where a saved state of `owner` has what `checks` does not take."""
     for name, is_valid in checks.items():
         if not is_valid(state[name]):
             raise ValueError(

@@ -89,7 +89,7 @@ class CommunicationLedger(Callback):
         return {"report": self.report}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        check_state("CommunicationLedger", state_dict, {"report"}, {"report": _is_report})
+        check_state("CommunicationLedger", state_dict, {"report": _is_report})
         self.report = state_dict["report"]
 
     def roll_back(self, state_dict: dict[str, Any]) -> None: ...  # what was measured since then holds

@@ -182,7 +182,7 @@ class ThroughputMonitor(Callback):
         return {"values": dict(self.values), "measured_flops_per_sample": self.measured_flops_per_sample}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        check_state("ThroughputMonitor", state_dict, {*_SAVED}, _SAVED)
+        check_state("ThroughputMonitor", state_dict, _SAVED)
         self.values, self.measured_flops_per_sample = (
             dict(state_dict["values"]),
             state_dict["measured_flops_per_sample"],

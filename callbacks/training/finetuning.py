@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lockstep.callbacks._support.monitored_metric import check_values, is_count, is_count_or_none
+from lockstep.callbacks._support.monitored_metric import check_state, is_count, is_count_or_none
 from lockstep.callbacks.base import Callback, check_number
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class BackboneFinetuning(BaseFinetuning):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state_dict = {"optimizer": 0} | state_dict  # which checkpoints of old do not say
-        check_values("BackboneFinetuning", state_dict, {"group": is_count_or_none, "optimizer": is_count})
+        check_state("BackboneFinetuning", state_dict, {"group": is_count_or_none, "optimizer": is_count})
         self._group, self._optimizer = state_dict["group"], state_dict["optimizer"]
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:

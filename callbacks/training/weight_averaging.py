@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from lockstep.callbacks._support.monitored_metric import check_values, is_count, is_count_or_none
+from lockstep.callbacks._support.monitored_metric import check_state, is_count, is_count_or_none
 from lockstep.callbacks._support.parameter_state import ParameterState, is_held, local
 from lockstep.callbacks.base import Callback, check_number
 
@@ -116,7 +116,7 @@ class WeightAveraging(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state_dict = {"last_step": None, "ended": None} | state_dict  # which checkpoints of old do not say
-        check_values("WeightAveraging", state_dict, _SAVED)
+        check_state("WeightAveraging", state_dict, _SAVED)
         self._num_updates, self._last_step, self._ended = map(state_dict.__getitem__, _SAVED)
         if self._averages is not None:
             self._averages.num_updates = self._num_updates

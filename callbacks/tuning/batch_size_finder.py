@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.callbacks._support.monitored_metric import check_values, is_count_or_none
+from lockstep.callbacks._support.monitored_metric import check_state, is_count_or_none
 from lockstep.callbacks.base import Callback
 
 
@@ -60,5 +60,5 @@ class BatchSizeFinder(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state_dict = {"found": None} | state_dict
-        check_values("BatchSizeFinder", state_dict, {"found": is_count_or_none})
+        check_state("BatchSizeFinder", state_dict, {"found": is_count_or_none})
         self.result = state_dict["found"]

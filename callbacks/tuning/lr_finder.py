@@ -131,8 +131,8 @@ class LRFinder(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict:
-            check_state("LRFinder", state_dict, {"lrs", "losses"}, dict.fromkeys(("lrs", "losses"), _are_numbers))
-        self.result = LRSweep(**state_dict) if state_dict else None
+            check_state("LRFinder", state_dict, dict.fromkeys(("lrs", "losses"), _are_numbers))
+        self.result = LRSweep(state_dict["lrs"], state_dict["losses"]) if state_dict else None
 
     def rate_at(self, step: int) -> float:
         """The learning rate of step `step`, from 0."""

@@ -135,9 +135,8 @@ def test_a_second_run_with_the_same_callback_starts_from_scratch() -> None:
 def test_state_of_another_shape_is_refused() -> None:
     callback = EarlyStopping("val/loss")
     state = callback.state_dict()
-    for wrong in ({**state, "more": 1}, {"wait_count": 1}):
-        with pytest.raises(ValueError, match="saved state of EarlyStopping must have the keys"):
-            callback.load_state_dict(wrong)
+    with pytest.raises(ValueError, match="saved state of EarlyStopping must have the keys"):
+        callback.load_state_dict({"wait_count": 1})
     for name, values in {
         "wait_count": (None, -1, 0.5, True, "x", []),
         "stopped_epoch": (None, -1, [[1]]),
