@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.strategies.launch.program.values import elements
+from lockstep.strategies.launch.program.values import elements, pickles_itself
 
 
 def checksum(tensor: Tensor, known: int = 0) -> int:
@@ -117,7 +117,8 @@ def _parts_of(value: Any, most: int, known: Container[int], depth: int) -> Itera
         yield id(value)
     elif (base := next((each for each in _BASES if issubclass(kind, each)), None)) is None:
         yield id(value)
-        yield from _parts_of(_attributes(value), most, known, depth - 1)
+        if not pickles_itself(kind):  # else its attributes may be caches, which fill as it is read
+            yield from _parts_of(_attributes(value), most, known, depth - 1)
     else:
         size = base.__len__(value)
         yield kind.__qualname__, size

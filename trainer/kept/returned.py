@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.callbacks.base import Callback
+from lockstep.strategies.launch.program.values import pickles_itself
 from lockstep.strategies.sync.contents import checksum
 from lockstep.trainer.kept.elsewhere import take_layer
 from lockstep.trainer.kept.fields import Gone, caches_of, derived, dict_of, fields, put, put_tensor, take_away
@@ -53,7 +54,6 @@ _MOST_BYTES, _FEW_BYTES = 2**26, 2**20
 """What a dataset collects in a larger container, such as decoded images, stays on the ranks."""
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
-_OWN_PICKLE = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
 
 
 class Holders:
@@ -394,6 +394,6 @@ def _is_returned(value: Any, known: Mapping[int, str], depth: int = _DEPTH) -> b
     by_name = kind.__module__ != "__main__" and "<locals>" not in kind.__qualname__
     if not depth or not is_users_object(value) or not (by_name or id(kind) in known) or isinstance(value, (dict, list)):
         return False
-    if any(name in vars(cls) for cls in kind.__mro__[:-1] for name in _OWN_PICKLE):
+    if pickles_itself(kind):
         return False
     return all(_is_returned(item, known, depth - 1) for item in fields(value).values())

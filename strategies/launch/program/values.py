@@ -33,6 +33,7 @@ _SIMPLE = (
     *(Decimal, Fraction, range, slice, re.Pattern, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
 )
 _MAX_DEPTH = 20
+_OF_PICKLE = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
 
 
 class NotComparable(Exception):
@@ -133,6 +134,11 @@ def attributes_of(value: Any) -> dict[str, Any]:
         with suppress(AttributeError):  # nothing is there
             held[name] = slot.__get__(value, kind)
     return held
+
+
+def pickles_itself(kind: type) -> bool:
+    """Whether a class or one of its bases says what is pickled of its objects, which may not be all attributes."""
+    return any(name in vars(base) for base in kind.__mro__[:-1] for name in _OF_PICKLE)
 
 
 def put_attribute(owner: Any, name: str, value: Any) -> None:

@@ -318,6 +318,26 @@ def test_what_changes_in_members_of_enums_and_in_large_objects_is_named(
     assert f": {', '.join(names)}, {place('Phase.WARM.weight')}; they begin" in caplog.text
 
 
+class Table:
+    """Keeps what is read of it, and says so to pickle."""
+
+    def __init__(self) -> None:
+        self.rows, self.cache = [*map(str, range(100_000))], dict[int, str]()
+
+    def __getitem__(self, row: int) -> str:
+        return self.cache.setdefault(row, self.rows[row])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+
+def test_a_large_object_that_was_only_read_has_not_changed() -> None:
+    table = Table()
+    before = fingerprint(table, {}, samples=True)
+    assert table[3] == "3" and before is not None
+    assert fingerprint(table, {}, samples=True) == before
+
+
 def test_what_classes_warn_of_as_they_are_pickled_is_not_shown() -> None:
     assert fingerprint([Warns()], {}) is not None
 
