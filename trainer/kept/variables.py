@@ -217,6 +217,8 @@ class _Search:
 
 def _is_theirs(owner: Any, name: str) -> bool:
     """Whether the user's code may have set an attribute of a class, or of a member of an enumeration, of that name."""
+    if isinstance(owner, Enum) and isinstance(getattr(type(owner), name, None), functools.cached_property):
+        return False  # it is made when it is first read
     if isinstance(owner, Enum | EnumMeta):
         return name == "_value_" or not (name.startswith("_") and name.endswith("_"))
     return not name.startswith("__")

@@ -281,6 +281,10 @@ class Phase(Enum):
     def __init__(self, number: int) -> None:
         self.weight = number
 
+    @cached_property
+    def double(self) -> int:
+        return 2 * int(self.value)
+
 
 class Numbers(list[Any]):
     """A list that checkpoints do not hold."""
@@ -295,7 +299,7 @@ class ChangesElsewhere(Net):
         self.array, self.objects = np.zeros(2**24), {i: [0] for i in range(2**15)}
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        Phase.WARM.weight += 1
+        Phase.WARM.weight += Phase.WARM.double
         Phase.WARM.given = 1  # type: ignore[attr-defined]
         ChangesElsewhere.given = 1  # type: ignore[attr-defined]
         for held in (self.numbers, self.own, self.array):
