@@ -205,7 +205,8 @@ def _mixed(output: Any, samples: float) -> str | None:
             return f"a function ({_OVER.get(name, 'of a mean')}) over its samples"
         if name.startswith(_LAYERS):
             continue
-        is_product = name == "MulBackward0" and len(held) == 2 and all(_is_of_data([edge]) for edge in held)
+        may_be_product = is_along and name == "MulBackward0" and len(held) == 2
+        is_product = may_be_product and all(_is_of_data([edge]) for edge in held)
         is_along = is_along and (name in _ALONG or len(held) == 1 or is_product)
         bends |= name in _BENDING or is_product
         following = [after for after in held if after not in seen]
@@ -225,7 +226,8 @@ def _are_pairs(node: Any, name: str, edges: list[Any], samples: float) -> bool:
     if name == "SubBackward0":
         if any(type(edge).__name__ != "UnsqueezeBackward0" for edge in edges):
             return False
-        is_pair = {edge._saved_dim for edge in edges} == {0, 1}
+        is_of_one = len({edge.next_functions[0][0] for edge in edges}) == 1  # other ones may be anchors, not samples
+        is_pair = is_of_one and {edge._saved_dim for edge in edges} == {0, 1}
     else:
         first, second = ("x1", "x2") if name == "CdistBackward0" else ("self", "mat2")
         sides = _saved(node, f"_raw_saved_{first}"), _saved(node, f"_raw_saved_{second}")

@@ -257,6 +257,11 @@ def of_prototypes(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out @ prototypes.T + out @ known.T, y.clamp(0, 1)) + torch.cdist(out, prototypes).mean()
 
 
+def of_anchors(out: Tensor, y: Tensor) -> Tensor:
+    anchors = ANCHORS(torch.arange(5))  # of every batch, and not of its samples
+    return (out.unsqueeze(1) - anchors.unsqueeze(0)).square().sum(-1).min(1).values.mean()
+
+
 def of_tokens_and_ranks(out: Tensor, y: Tensor) -> Tensor:
     tokens = out.repeat(3, 1)[:, :, None] * torch.ones(1, 1, len(y))  # of as many classes as there are samples
     flat = tokens.reshape(-1, len(y))
@@ -270,6 +275,7 @@ def of_normalized_samples(out: Tensor, y: Tensor) -> Tensor:
 
 
 PENALIZED = nn.Parameter(torch.ones(5))
+ANCHORS = nn.Embedding(5, 3)
 
 
 class Model(Module):
@@ -310,7 +316,7 @@ FUNCTIONS = a_root, a_norm, a_perplexity, a_tanh, a_worst, a_median, a_soft_maxi
 MEANS = with_penalties, of_classes, of_a_divergence, stacked, stacked_with_weights, by_factor, by_weights
 MEANS += by_uncertainty, with_functions_of_samples, of_steps, by_task
 READ = of_named_function, by_a_complex_number
-MEANS += of_attention, of_prototypes, of_tokens_and_ranks, of_normalized_samples
+MEANS += of_attention, of_prototypes, of_anchors, of_tokens_and_ranks, of_normalized_samples
 PAIRS = contrastive, of_two_views, of_distances, of_triplets
 OVER = of_spread, of_deviations, of_hard_samples, of_sorted_samples, of_a_center, of_even_classes, over_samples
 OVER += (of_redundancy,)
