@@ -108,6 +108,8 @@ def _parts_of(value: Any, most: int, known: Container[int], depth: int) -> Itera
         yield len(value), value[:_MANY], value[-_MANY:]
     elif issubclass(kind, Tensor):
         yield id(value), None if value.is_inference() else value._version
+    elif issubclass(kind, np.generic):
+        yield value.tobytes()
     elif issubclass(kind, np.ndarray):
         yield value.dtype, value.shape
         if value.flags.writeable and value.size:  # else it may be a file, of which each part is read from a disk
@@ -122,9 +124,14 @@ def _parts_of(value: Any, most: int, known: Container[int], depth: int) -> Itera
     else:
         size = base.__len__(value)
         yield kind.__qualname__, size
-        for held in (base.__iter__(value), base.values(value)) if base is dict else (base.__iter__(value),):
-            for item in [*islice(held, 0, None, max(1, size // most))]:  # at once, as a thread may change it
-                yield from _parts_of(item, max(most // (size + 1), _FEW), known, depth - 1)
+        step = max(1, size // most)
+        if base in (list, tuple):
+            found = base.__getitem__(value, slice(None, None, step))
+        else:
+            held = (base.__iter__(value), base.values(value)) if base is dict else (base.__iter__(value),)
+            found = [item for each in held for item in islice(each, 0, None, step)]
+        for item in found:  # which were taken at once, as a thread may change it
+            yield from _parts_of(item, max(most // (size + 1), _FEW), known, depth - 1)
         if own := _attributes(value):
             yield from _parts_of(own, most, known, depth - 1)
 

@@ -69,6 +69,8 @@ class _Strict(Pickler):
         if kind in _ATOMS:  # most of what is in large lists
             return None
         name = super().persistent_id(obj)
+        if name is None and self.is_limited and kind in _KINDS and len(obj) > _MOST_PARTS:
+            raise _TooLarge  # at once, as it would be after so many of its items
         if name is None and _is_of_process(kind):
             raise pickle.PicklingError(f"a {kind.__qualname__} belongs to its process")
         return name
