@@ -75,7 +75,7 @@ Checks = Mapping[str, Callable[[Any], bool]]
 
 
 def is_count(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def is_count_or_none(value: Any) -> bool:
@@ -84,7 +84,7 @@ def is_count_or_none(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     """An int or a float, or one of numpy, which an argument may have been; NaN and infinities among them; no bool."""
-    is_large = isinstance(value, Integral) and abs(value) >= 1 << 1023
+    is_large = isinstance(value, Integral) and abs(int(value)) >= 1 << 1023
     return isinstance(value, Real) and not isinstance(value, bool) and not is_large
 
 
