@@ -356,7 +356,7 @@ class Left:
         return bool(filled_now)
 
     def _mark(self, path: str, value: Any) -> Mark:
-        """Of what loaders read large containers, such as the images of a dataset, are known by their length."""
+        """Of what loaders read large containers, such as the images of a dataset, are known by length and few items."""
         return mark_of(value, MOST_ITEMS if path not in self._holders.read or _is_light(value) else 0)
 
 
