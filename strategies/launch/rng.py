@@ -40,24 +40,32 @@ def stream_states() -> dict[str, Any]:
 
 
 def restore_streams(states: Mapping[str, Any]) -> None:
-    """Set every generator to what `stream_states` returned; CUDA's only if CUDA has started in this process."""
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
+    """Set the generators to what `stream_states` returned of them; CUDA's only if CUDA has started in this process."""
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        np.random.set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(states["cuda"])
 
 
+def _moved(states: Mapping[str, Any]) -> set[str]:
+    """The generators that have moved since `stream_states` returned `states`."""
+    now = stream_states()
+    same = {name for name in now.keys() & states.keys() & {"torch", "cuda"} if torch.equal(now[name], states[name])}
+    if now["python"] == states["python"]:
+        same.add("python")
+    one, other = now["numpy"], states["numpy"]
+    if repr(one[2:]) == repr(other[2:]) and np.array_equal(one[1], other[1]):
+        same.add("numpy")
+    return {*now, *states} - same
+
+
 def has_drawn(states: Mapping[str, Any]) -> bool:
     """Whether any generator has moved since `stream_states` returned `states`."""
-    now = stream_states()
-    return (
-        now.keys() != states.keys()
-        or any(not torch.equal(now[name], states[name]) for name in now.keys() & {"torch", "cuda"})
-        or now["python"] != states["python"]
-        or repr(now["numpy"][2:]) != repr(states["numpy"][2:])
-        or not np.array_equal(now["numpy"][1], states["numpy"][1])
-    )
+    return bool(_moved(states))
 
 
 def watch_draws() -> Callable[[], bool]:
@@ -81,12 +89,11 @@ def shared_streams(broadcast: Callable[[Any], Any], is_first: bool) -> Iterator[
     equal to rank 0's before, as where ranks share samples, are so afterwards. Every rank calls it."""
     own = stream_states()
     take_first_streams(broadcast, is_first)
-    are_apart = has_drawn(own)
+    apart = _moved(own)
     try:
         yield
     finally:
-        if are_apart:
-            restore_streams(own)
+        restore_streams({name: state for name, state in own.items() if name in apart})
 
 
 def take_first_streams(broadcast: Callable[[Any], Any], is_first: bool) -> None:

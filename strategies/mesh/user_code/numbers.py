@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.strategies.mesh.user_code.operators import (
@@ -155,7 +155,7 @@ class UserNumbers:
             return zlib.crc32(repr((name, self._period, [*value.shape])).encode())
         if isinstance(value, list | tuple):
             return hash(tuple([self._digest_of(each, read, numbers) for each in value]))
-        if isinstance(value, Tensor) and value.numel() == 1:
+        if type(value) in (Tensor, nn.Parameter) and value.numel() == 1:
             value = value.item()
         if not isinstance(value, int | float | complex):
             return 0

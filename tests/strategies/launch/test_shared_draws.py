@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.strategies.launch.rng import SharedDraws, _may_draw, stream_states
+from lockstep.strategies.launch.rng import OptimizerDraws, _may_draw, _methods_of, stream_states
 
 
 class Fails(torch.optim.SGD):
@@ -28,7 +28,7 @@ def test_a_step_that_raises_leaves_the_streams_of_the_rank() -> None:
     own = torch.get_rng_state()
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = Fails([weight], lr=0.1)
-    draws = SharedDraws(optimizer, broadcast, False)
+    draws = OptimizerDraws(optimizer, broadcast, False)
     for _ in range(2):
         with pytest.raises(ArithmeticError):
             optimizer.step()
@@ -50,4 +50,4 @@ class Noisy(torch.optim.SGD):
 
 @pytest.mark.parametrize(("kind", "may"), [(Noisy, True), (torch.optim.SGD, False), (torch.optim.AdamW, False)])
 def test_an_optimizer_whose_code_names_what_draws_may_draw_later(kind: type, may: bool) -> None:
-    assert _may_draw(kind) is may
+    assert _may_draw(_methods_of(kind)) is may

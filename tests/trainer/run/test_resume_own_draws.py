@@ -444,25 +444,23 @@ def test_a_generator_of_the_module_whose_method_collates_is_drawn_from_on(tmp_pa
 
 @pytest.mark.parametrize("hook", ["on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"])
 def test_what_a_hook_of_a_validation_sets_in_a_dataset_stays(hook: str) -> None:
+    class Level:
+        def __init__(self) -> None:
+            self.level = 0
+
+        def __call__(self, x: Any) -> Any:
+            return x + self.level
+
     class Sets(Net):
+        def on_train_epoch_start(self) -> None:
+            levels.append(level.level)
+
         def validation_step(self, batch: Any, batch_idx: int) -> None: ...
 
-    dataset = Noisy(Noise())
+    def raise_level(self: Any) -> None:
+        level.level += 1
 
-    def count() -> None:
-        dataset.transform.level += 1
-
-    module = Sets()
-    setattr(module, hook, count)
-    before = []
-    module.on_train_epoch_start = lambda: before.append(dataset.transform.level)  # type: ignore[method-assign]
-    dataset.transform.level = 0.0
-
-    class Still(Noise):
-        def __call__(self, x: Any) -> Any:
-            return x
-
-    dataset.transform = Still()
-    dataset.transform.level = 0.0
-    quiet(max_epochs=3).fit(module, plain(dataset), plain(dataset))
-    assert before == [0.0, 1.0, 2.0]
+    levels, level = list[int](), Level()
+    setattr(Sets, hook, raise_level)
+    quiet(max_epochs=3).fit(Sets(), plain(Noisy(level)), plain(Noisy(level)))
+    assert levels == [0, 1, 2]
