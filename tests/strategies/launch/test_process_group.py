@@ -158,6 +158,7 @@ def test_nothing_listens_beyond_loopback(method: str | None, tmp_path: Path, mon
 
 def interface() -> str | None:
     join()
+    dist.barrier()  # a rank that has joined must not end while the other still connects
     return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
