@@ -44,18 +44,9 @@ _LINEAR |= {f"{name}Backward{i}" for name in ("Squeeze", "Unsqueeze") for i in (
 _JOINED = "StackBackward0", "CatBackward0"
 _OF_PYTHON = torch.float64, torch.int64
 _OF_INPUTS = "Addmm", "Mm", "Bmm", "Convolution", "Linear", "Embedding", "MkldnnRnn", "CudnnRnn", "NativeLayerNorm"
-_OVER = {
-    "VarBackward0": "the variance",
-    "StdBackward0": "the standard deviation",
-    "TopkBackward0": "topk",
-    "SortBackward0": "sort",
-    "KthvalueBackward0": "kthvalue",
-    "MedianBackward1": "the median",
-    "LogsumexpBackward0": "logsumexp",
-    "SoftmaxBackward0": "softmax",
-    "LogSoftmaxBackward0": "log_softmax",
-    "LinalgVectorNormBackward0": "a norm",
-}
+_OVER = {f"{name}Backward0": _FUNCTIONS[f"{name}Backward0"] for name in ("Var", "Std", "Logsumexp", "LinalgVectorNorm")}
+_OVER |= {f"{name}Backward0": name.lower() for name in ("Topk", "Sort", "Kthvalue", "Softmax")}
+_OVER |= {"LogSoftmaxBackward0": "log_softmax", "MedianBackward1": "the median"}
 _OVER |= dict.fromkeys(("MaxBackward0", "AmaxBackward0"), "the maximum")
 _OVER |= dict.fromkeys(("MinBackward0", "AminBackward0"), "the minimum")
 """Of the dimension of samples: not a sum of what each gives."""
