@@ -147,7 +147,7 @@ class SharedDraws:
 
     @property
     def is_over(self) -> bool:
-        """Whether the code has drawn nothing in its first steps, and names nothing that draws: later draws are not shared."""
+        """Whether draws are no longer shared: the code drew nothing in its first steps, and names nothing random."""
         return self._steps >= _LOOKS and not self._draws
 
     def begin(self) -> None:
